@@ -1,6 +1,7 @@
 //! A disk that is to be served, as the daemon hands it to those who serve it.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment};
 use ferrite_serve::blkif::negotiate::DiskFacts;
@@ -10,7 +11,7 @@ use crate::joint_upgrade::Participant;
 use crate::params::Image;
 use crate::state::DiskId;
 use crate::table::{Phase, Upgrade, WakeReason};
-use crate::{Failure, Shared, Step, beside, blktap, jobs, pause};
+use crate::{Failure, Shared, Step, beside, blktap, jobs, pause, taps};
 
 /// A disk that is to be served.
 pub struct Assignment<'a> {
@@ -44,7 +45,7 @@ pub struct Assignment<'a> {
     pub(crate) resumes: bool,
     /// The size in sectors that the guest was told, of a paused disk that is to go on.
     pub(crate) told_sectors: Option<u64>,
-    pub(crate) shared: &'a Shared,
+    pub(crate) shared: &'a Arc<Shared>,
 }
 
 impl Assignment<'_> {
@@ -62,7 +63,7 @@ impl Assignment<'_> {
     /// this keeper.
     pub fn set_keeper(&self, pid: u32, nbd: Option<PathBuf>, group: Option<PathBuf>) {
         blktap::link(&self.shared.paths, self.id, pid, self.minor);
-        self.shared.taps.set_keeper(self.id, pid);
+        taps::take_keeper(self.shared, self.id, pid);
         self.shared.table.change(self.id, |entry| {
             (entry.pid, entry.nbd, entry.group) = (Some(pid), nbd, group);
         });

@@ -97,15 +97,15 @@ impl Taps {
         }
     }
 
-    /// Notes the keeper of a tap, which may be another one than before.
-    pub(crate) fn set_keeper(&self, id: DiskId, pid: u32) {
-        let Some(minor) = id.minor_of_tap() else { return };
+    /// Notes the keeper of a tap. Returns whether it is another one than before.
+    fn set_keeper(&self, minor: u32, pid: u32) -> bool {
         let mut attached = self.lock();
         let tap = attached.entry(minor).or_default();
-        if tap.pid != pid {
-            let before = std::mem::replace(&mut tap.pid, pid);
-            tap.earlier.extend(Some(before).filter(|before| *before != 0));
+        let before = std::mem::replace(&mut tap.pid, pid);
+        if before != pid && before != 0 {
+            tap.earlier.insert(before);
         }
+        before != pid
     }
 }
 
@@ -178,6 +178,14 @@ pub(crate) fn join(shared: &Arc<Shared>, tap: DiskId, guest: DiskId) -> Joined {
     joined
 }
 
+/// Records which process keeps a tap. Nothing is done for other disks.
+pub(crate) fn take_keeper(shared: &Arc<Shared>, id: DiskId, pid: u32) {
+    let Some(minor) = id.minor_of_tap() else { return };
+    if shared.taps.set_keeper(minor, pid) {
+        passed::listen(shared, pid, minor);
+    }
+}
+
 /// Takes up the taps of a predecessor: attached ones, and open ones with their threads. Xenstore is
 /// not needed for that.
 pub(crate) fn restore(shared: &Arc<Shared>) {
@@ -185,10 +193,10 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
         // Keepers of other disks are their threads' to ask.
         let Some(minor) = id.minor_of_tap() else { continue };
         let Some(pid) = shared.serving.keeper_of(id) else { continue };
-        shared.taps.set_keeper(id, pid);
+        take_keeper(shared, id, pid);
         blktap::link(&shared.paths, id, pid, minor);
-        passed::listen(shared, pid, minor);
     }
+    shared.taps.passed.sweep(&shared.paths);
     for state in shared.states.all() {
         let (Some(minor), Some(tap)) = (state.id.minor_of_tap(), &state.tap) else { continue };
         if tap.closed {

@@ -76,6 +76,22 @@ struct Inner {
 #[derive(Default)]
 pub(super) struct Passed(Mutex<Inner>);
 
+/// The beginnings of the names of sockets that take descriptors.
+const NAMES: [&str; 2] = ["nbdserver", "nbdclient"];
+
+impl Inner {
+    /// Removes the sockets of a tap.
+    fn remove_receivers(&mut self, minor: u32) {
+        self.receivers.retain(|receiver| {
+            let stays = receiver.minor != minor;
+            if !stays {
+                let _ = fs::remove_file(&receiver.path);
+            }
+            stays
+        });
+    }
+}
+
 impl Process {
     fn kill(&self) {
         // It may have ended by itself.
@@ -137,22 +153,30 @@ impl Passed {
     pub(super) fn forget(&self, minor: u32) {
         self.kill_those(|process| process.minor == minor);
         let mut inner = self.lock();
-        inner.receivers.retain(|receiver| {
-            let stays = receiver.minor != minor;
-            if !stays {
-                let _ = fs::remove_file(&receiver.path);
-            }
-            stays
-        });
+        inner.remove_receivers(minor);
         inner.wake.iter().for_each(|wake| wake.wake());
+    }
+
+    /// Removes the sockets of processes that keep no tap: a daemon before made them, and the processes were killed.
+    pub(super) fn sweep(&self, paths: &Paths) {
+        let inner = self.lock();
+        let Ok(found) = fs::read_dir(paths.blktap()) else { return };
+        for path in found.flatten().map(|entry| entry.path()) {
+            let name = path.file_name().and_then(|name| name.to_str());
+            let is_receiver = name.is_some_and(|name| NAMES.iter().any(|of| name.starts_with(of)));
+            if is_receiver && !inner.receivers.iter().any(|receiver| receiver.path == path) {
+                let _ = fs::remove_file(&path);
+            }
+        }
     }
 }
 
-/// Makes the sockets of an attached tap.
+/// Makes the sockets of an attached tap, in place of those of the process that kept it before.
 pub(super) fn listen(shared: &Arc<Shared>, pid: u32, minor: u32) {
     if shared.serving.passing(Passing::Client).is_none() {
         return;
     }
+    shared.taps.passed.lock().remove_receivers(minor);
     for (path, passing) in shared.paths.receivers(pid, minor) {
         let receiver =
             bind(&path).map(|socket| Receiver { minor, path: path.clone(), socket, passing });

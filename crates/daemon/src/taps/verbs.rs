@@ -10,7 +10,9 @@ use ferrite_serve::counters::{snapshot, stats_file};
 use rustix::io::Errno;
 
 use super::errno::{check, errno_of, recorded};
-use super::{Attached, MINORS, Second, TapError, is_paused, logs, mark, motion, passed, start};
+use super::{
+    Attached, MINORS, Second, TapError, is_paused, logs, mark, motion, start, take_keeper,
+};
 use crate::follow::Follower;
 use crate::params::Image;
 use crate::pause::{self, NotDone, Pause};
@@ -71,8 +73,7 @@ pub(crate) fn attach(shared: &Arc<Shared>, pid: u32, minor: u32) -> Result<(), T
         }
         Err(failure) => return Err(TapError { errno: Errno::NOENT, failure }),
     }
-    shared.taps.set_keeper(id, pid);
-    passed::listen(shared, pid, minor);
+    take_keeper(shared, id, pid);
     Ok(())
 }
 

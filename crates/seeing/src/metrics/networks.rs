@@ -44,6 +44,10 @@ impl EncodeLabelSet for Labels<'_> {
 impl Everything {
     /// Counters of all interfaces.
     pub(super) fn interfaces(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        // A family without samples is none.
+        if self.switches.iter().all(|switch| switch.interfaces.is_empty()) {
+            return Ok(());
+        }
         let packets = PACKETS.iter().map(|row| (row, None));
         let bytes = BYTES.iter().map(|row| (row, Some(&Unit::Bytes)));
         for ((count, name, help), unit) in packets.chain(bytes) {
