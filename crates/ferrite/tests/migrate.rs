@@ -102,6 +102,7 @@ fn a_running_disk_moves_to_another_daemon_while_its_guest_writes() {
 }
 
 #[test]
+#[ignore = "half a minute: cargo xtask nightly --only migrate"]
 fn a_disk_that_moves_onto_a_base_of_the_other_host_stays_as_thin_as_it_was() {
     let Some(places) = Places::new() else { return };
     let mut lab = places.lab();

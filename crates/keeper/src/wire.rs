@@ -15,7 +15,7 @@ pub(crate) const KEEPER: Protocol =
     Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 3 };
 /// The version of these messages. It grows with each request that a keeper of the version before
 /// does not know.
-pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 3 };
+pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 2 };
 
 /// A request to a keeper.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
