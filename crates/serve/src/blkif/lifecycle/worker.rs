@@ -150,12 +150,10 @@ impl<'a> Worker<'a> {
 
     /// Serves a client that is none of NBD.
     fn accept_other(&mut self, frame: Frame) {
-        let device = self.context.device.clone();
-        if let Err(e) = self.shut_out_qemu().and_then(|()| self.enter()) {
-            let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
-            let why = ServeError::from(e);
-            return limited!(warn, limit, now_ns, "a client was turned away: {why}");
+        if !self.may_have_clients() {
+            return;
         }
+        let device = self.context.device.clone();
         let ConnectionContext { engine, tuning, counters, .. } = &self.context;
         let others = self.others.get_or_insert_with(|| {
             let (engine, tuning, counters) = (engine.clone(), *tuning, counters.clone());
@@ -165,6 +163,18 @@ impl<'a> Worker<'a> {
         others.admit(frame);
     }
 
+    /// Whether the disk may have clients beside its ring. Says why not.
+    fn may_have_clients(&mut self) -> bool {
+        // A failed flush may lose the clients' writes, too, and QEMU would not see them.
+        if let Err(e) = self.shut_out_qemu().and_then(|()| self.enter()) {
+            let device = &self.context.device;
+            let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
+            limited!(warn, limit, now_ns, "a client was turned away: {}", ServeError::from(e));
+            return false;
+        }
+        true
+    }
+
     /// Serves one more NBD client of the disk, or closes its connection on failure.
     fn accept_client(&mut self, client: UnixStream) {
         let device = self.context.device.clone();
@@ -172,9 +182,8 @@ impl<'a> Worker<'a> {
             let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
             limited!(warn, limit, now_ns, "a client was turned away: {why}");
         };
-        // A failed flush may lose the clients' writes, too, and QEMU would not see them.
-        if let Err(e) = self.shut_out_qemu().and_then(|()| self.enter()) {
-            return reject(&ServeError::from(e).to_string());
+        if !self.may_have_clients() {
+            return;
         }
         if self.clients.is_none() {
             let stop = match Waker::new() {
