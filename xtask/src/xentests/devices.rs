@@ -176,7 +176,7 @@ fn cleaned_ublk(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh("set -e; [ $(cat /tmp/sync.rc) = 0 ]; rm /tmp/sync.rc; umount /mnt/dev")?;
     // A device without a record: its daemon has died in between, and somebody has removed the file.
     kill_daemon(bench)?;
-    bench.xenhost.sh("rm /run/ferrite/devices/*")?;
+    bench.xenhost.sh("rm -r /run/ferrite/devices")?;
     bench.start_daemon()?;
     let removed = bench.xenhost.sh("ferrite disk devices --clean")?;
     expect_eq("the removed devices", &removed.trim(), &format!("{device} is removed").as_str())?;
@@ -185,7 +185,7 @@ fn cleaned_ublk(bench: &mut Bench<'_>) -> Result<()> {
         .sh(&format!(
             "set -e; [ ! -e {device} ]; \
              tap-ctl destroy $(tap-ctl list | sed 's/pid=\\([0-9]*\\) minor=\\([0-9]*\\) .*/-p \\1 -m \\2/'); \
-             ferrite image check {IMAGE}; rm {IMAGE}; rmdir /mnt/dev"
+             ferrite image check {IMAGE}; rm {IMAGE}; rmdir /mnt/dev /run/blktap-control/tapdisk"
         ))
         .map(drop)
 }
