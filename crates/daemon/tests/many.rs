@@ -315,9 +315,10 @@ fn an_upgrade_of_two_hundred_disks_goes_on_after_the_daemons_death() {
         kill(daemon);
     });
     assert!(upgraded() < GUESTS.into());
-    guests.iter_mut().for_each(|(_, front)| works(front, 3));
+    // Guests whose images were closed for the upgrade wait for the next daemon.
     let daemon = host.spawn(None);
     wait_until("all", || host.status().is_ok_and(|it| it.served == u32::from(GUESTS)));
+    guests.iter_mut().for_each(|(_, front)| works(front, 3));
     let done = host.call::<Upgraded>("upgrade", &json!({ "binary": binary })).unwrap();
     assert_eq!((done.upgraded.len(), done.failed), (GUESTS.into(), Vec::new()));
     assert_eq!(upgraded(), usize::from(GUESTS));
