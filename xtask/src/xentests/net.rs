@@ -178,7 +178,12 @@ fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()>
     packet_bytes(bench, &peers[0], &mut seen)?;
     streams(bench, &mut peers, STREAM_MIB, |_| Ok(())).context("streams")?;
     let mean = packet_bytes(bench, &peers[0], &mut seen)?;
-    ensure!(mean > 1600, "a packet has {mean} bytes: segmentation is not left to the receiver");
+    // TCP fills a packet only as far as its rate asks for. That of emulated PVH guests asks for one segment.
+    let is_fast = matches!(kind, Kind::Pv);
+    ensure!(
+        mean > 1600 || !is_fast,
+        "a packet has {mean} bytes: segmentation is not left to the receiver"
+    );
 
     say("  without segmentation, and with large frames");
     for peer in &mut peers {
