@@ -96,7 +96,8 @@ impl Exports {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self) -> MutexGuard<'_, ()> {
+    /// Held while an export of either kind is made: a disk has one.
+    pub(crate) fn change(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -120,12 +121,19 @@ pub(crate) fn has(shared: &Shared, disk: DiskId) -> bool {
 pub(crate) fn add(shared: &Arc<Shared>, record: Record) -> Result<Record, NotDone> {
     let _one = shared.exports.change();
     let disk = record.disk;
-    if shared.exports.lock().contains_key(&disk) || vhost::has(shared, disk) {
+    claim(shared, disk, record.writes_alone())?;
+    make(shared, record).inspect_err(|_| release(shared, disk))
+}
+
+/// Checks that a disk has no export of either kind, and claims it for one that writes alone. The caller holds
+/// [`Exports::change`]: a second export that fails would release the claim of the first.
+pub(crate) fn claim(shared: &Shared, disk: DiskId, writes_alone: bool) -> Result<(), NotDone> {
+    if has(shared, disk) || vhost::has(shared, disk) {
         let why = format!("disk {disk} is exported already");
         let help = "ferrite disk exports shows how; ferrite disk unexport ends that".to_owned();
         return Err(NotDone::InUse(Failure { why, help }));
     }
-    if record.writes_alone() {
+    if writes_alone {
         shared.writers.claim(&shared.table, disk, Way::Export).map_err(|e| {
             let failure = e.failure(disk, "export it");
             match e {
@@ -134,11 +142,11 @@ pub(crate) fn add(shared: &Arc<Shared>, record: Record) -> Result<Record, NotDon
             }
         })?;
     }
-    make(shared, record).inspect_err(|_| release(shared, disk))
+    Ok(())
 }
 
 /// Ends the claim of an export. A guest may wait for that.
-fn release(shared: &Shared, disk: DiskId) {
+pub(crate) fn release(shared: &Shared, disk: DiskId) {
     if shared.writers.release(disk, Way::Export) {
         shared.wake.wake();
     }

@@ -27,7 +27,7 @@ struct Waiting {
     /// The requests that it had answered.
     answered: u64,
     since: SystemTime,
-    /// The same, of a clock that nobody sets.
+    /// The time of the same look, by the monotonic clock.
     seen: Instant,
 }
 

@@ -1,6 +1,6 @@
 //! Disks for guests of QEMU and other virtual-machine monitors, by vhost-user (docs/internals/processes.md 17).
 //!
-//! The daemon listens, and hands each front end to the disk's worker; nobody is between them then. A front end whose
+//! The daemon listens, and hands each front end to the disk's worker; no process is between these two then. A front end whose
 //! worker has ended connects again, as QEMU does with `reconnect=1`, and brings the requests in flight along. So it
 //! outlives the worker, an upgrade and the daemon. While there is no daemon it cannot connect.
 //!
@@ -28,11 +28,11 @@ use crate::newcomers::{hand_over, is_served, send};
 use crate::state::{DiskId, States};
 use crate::state_files::{StateFiles, Stated};
 use crate::writers::{Refused, Way};
-use crate::{Failure, Paths, Shared};
+use crate::{Failure, Paths, Shared, exports};
 
 /// How often exports are looked at whose disk is not served, and all others for a disk that is gone.
 const LOOK: Duration = Duration::from_secs(1);
-/// The same, while a front end waits for its disk.
+/// How often the thread looks while a front end waits for its disk.
 const SOON: Duration = Duration::from_millis(100);
 /// How long the end of a front end may take: its requests are answered first.
 const END: Duration = Duration::from_secs(10);
@@ -91,7 +91,7 @@ struct Export {
     status: Option<OwnedFd>,
     /// Whether a worker was asked for the front end of an earlier daemon.
     asked: bool,
-    /// Why nobody is served.
+    /// Why no front end is served.
     why: Option<String>,
 }
 
@@ -156,23 +156,9 @@ pub(crate) fn add(shared: &Arc<Shared>, mut record: Record) -> Result<Record, No
         let help = "ferrite disk show says what it waits for";
         return Err(failed(format!("disk {disk} is not served now"), help));
     }
-    if record.writes_alone() {
-        shared.writers.claim(&shared.table, disk, Way::Export).map_err(|e| {
-            let failure = e.failure(disk, "export it");
-            match e {
-                Refused::Missing => NotDone::Missing(failure),
-                Refused::OfGuest(_) => NotDone::InUse(failure),
-            }
-        })?;
-    }
-    make(shared, record).inspect_err(|_| release(shared, disk))
-}
-
-/// Ends the claim of an export. A guest may wait for that.
-fn release(shared: &Shared, disk: DiskId) {
-    if shared.writers.release(disk, Way::Export) {
-        shared.wake.wake();
-    }
+    let _one = shared.exports.change();
+    exports::claim(shared, disk, record.writes_alone())?;
+    make(shared, record).inspect_err(|_| exports::release(shared, disk))
 }
 
 fn listen(socket: &Path) -> Result<Bound, NotDone> {
@@ -223,9 +209,9 @@ pub(crate) fn end_of_earlier(shared: &Shared, disk: DiskId) {
 fn end(shared: &Shared, export: Export, why: &str) {
     let Export { record, bound, .. } = export;
     let disk = record.disk;
-    // Nobody connects any more.
+    // No front end can connect any more.
     drop(bound);
-    // A worker that is not there serves nobody.
+    // Without a worker no front end is served.
     if let Ok(status) = send(shared, disk, &Newcomer::NoFrontEnd, &[]) {
         let until = Instant::now() + END;
         while !is_over(&status) && Instant::now() < until {
@@ -236,11 +222,11 @@ fn end(shared: &Shared, export: Export, why: &str) {
         }
     }
     StateFiles::<Record>::at(&shared.paths.front_ends()).remove(&disk.file_name());
-    release(shared, disk);
+    exports::release(shared, disk);
     tracing::info!("disk {disk} is not exported by vhost-user any more: {why}");
 }
 
-/// An export, with why nobody is served.
+/// An export, and why it serves no front end.
 pub(crate) type Row = (Record, Option<String>);
 
 /// All exports.

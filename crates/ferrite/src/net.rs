@@ -26,7 +26,7 @@ mod tests;
 
 /// The kind of backend below `backend` in xenstore: not `vif`, so the kernel's netback leaves it alone.
 const BACKEND_KIND: &str = "vif-ferrite";
-/// The kind of the interfaces that xl makes, whoever serves them.
+/// The kind of the interfaces that xl makes. netback serves the same kind.
 const XL_KIND: &str = "vif";
 /// What makes one of those ours.
 const SCRIPT: &str = "vif-ferrite";

@@ -20,7 +20,7 @@ const OF_ALL: [&str; 4] = ["cpu", "poll-host", "map-budget-host", "memory-host"]
 /// Parses a command line.
 ///
 /// # Errors
-/// Those of clap, which include the help.
+/// Errors of clap, which include the help.
 pub(crate) fn parse(words: Vec<OsString>) -> Result<Cli, Error> {
     let Some(sorted) = sort(&words).filter(|sorted| sorted.disks.len() > 1) else {
         return Cli::try_parse_from(words);

@@ -118,7 +118,7 @@ fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not
     let help = failed.help.unwrap();
     assert!(help.contains("add \"p\" to pools below [rbd]"), "{help}");
     far.host.detach(&elsewhere);
-    // And for a pool of servers, whatever etcd the name names.
+    // A pool that the configuration does not list is refused, even if the name says where its etcd is.
     let name = "aio:pool:p/d?etcd=http://192.0.2.1:1&plain=yes&experimental=yes";
     let elsewhere = far.host.attach(1, 3, name);
     let failed = far.host.wait_for_phase(&elsewhere, PhaseName::Failed);

@@ -56,7 +56,7 @@ pub struct Request {
 
 /// The disk of a helper.
 pub trait Medium: Send + Sync + 'static {
-    /// Its bytes now. `None`: nobody can say.
+    /// Its bytes now. `None`: they are not known.
     fn bytes(&self) -> Option<u64>;
 
     /// Nothing may be written.

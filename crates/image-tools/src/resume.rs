@@ -145,7 +145,7 @@ impl Resume {
         beside(to, NEXT)
     }
 
-    /// Removes the state. The file that counts goes last: without it nobody looks for the other one.
+    /// Removes the state. The file that counts goes last: without it no command looks for the other one.
     pub(super) fn remove(to: &Path) -> io::Result<()> {
         for suffix in [NEXT, STATE] {
             match fs::remove_file(beside(to, suffix)) {

@@ -38,7 +38,7 @@ pub struct Name {
     pub disk: String,
     /// The folder of certificates for etcd and for the servers. `None`: without TLS.
     pub tls: Option<PathBuf>,
-    /// The disk is taken from whoever has it.
+    /// The disk is taken from its owner.
     pub take_over: bool,
     /// Nothing is written by the user.
     pub read_only: bool,

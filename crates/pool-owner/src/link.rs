@@ -115,7 +115,7 @@ impl Link {
     }
 }
 
-/// Connects to a server, and says whom is meant. The stream waits for whoever reads it.
+/// Connects to a server, and names the server that is meant. Reads of the socket wait for data.
 ///
 /// # Errors
 /// In words.

@@ -12,7 +12,7 @@ const HOST: [&str; 3] = ["/etc/machine-id", "/etc/hostname", "/sys/class/dmi/id/
 /// A number of this host for a new owner. Its upper half is the host's.
 pub(crate) fn new_owner() -> OwnerId {
     let random = Id::random().number();
-    // 0 is nobody.
+    // 0 means: no owner.
     OwnerId(host() << 32 | (random & 0xffff_ffff).max(1))
 }
 

@@ -69,7 +69,7 @@ impl Place {
         Some(server.address)
     }
 
-    /// Makes the file of a disk that nobody has opened yet.
+    /// Makes the file of a disk that no owner has opened yet.
     ///
     /// # Errors
     /// In words.

@@ -76,7 +76,7 @@ pub fn open(name: &Name) -> Result<Disk, Fault> {
             match (disk.lock.goes_on(), is_lost) {
                 (false, _) => disk.give_back(),
                 (true, true) => disk.lock.note(me, Held::Lost),
-                // The next process goes on from here: nobody else may have the disk meanwhile.
+                // The next process goes on from here: no other host may have the disk meanwhile.
                 (true, false) => {}
             }
             Err(fault)
@@ -186,7 +186,7 @@ fn begin(disk: &Disk, name: &str, way: &Arc<Way>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Makes the empty files of a set that nobody has opened yet. A server that is not there gets its copy when it is: then its
+/// Makes the empty files of a set that no owner has opened yet. A server that is not there gets its copy when it is: then its
 /// copy is out of sync, and filled.
 fn make(set: &Arc<Set>, way: &Way) {
     std::thread::scope(|scope| {

@@ -77,7 +77,7 @@ pub(crate) fn transact(
                 let found = found.map_or_else(|_| nobodys(record), |it| Record::from(&it));
                 Ok(Said::Lost(Revision(entry.revision.0), found))
             }
-            // The disk was removed: nobody has it any more.
+            // The disk was removed: it has no owner any more.
             None => Ok(Said::Lost(Revision(0), nobodys(record))),
         },
         Ok(EtcdSaid::Unknown(why)) => Err(why),

@@ -155,7 +155,7 @@ impl Set {
         self.lock().places.values().cloned().collect()
     }
 
-    /// Whether nobody has ever opened it. Before [`begin`](Set::begin).
+    /// Whether no owner has ever opened it. Before [`begin`](Set::begin).
     pub(crate) fn is_new(&self) -> bool {
         self.lock().found.as_ref().is_some_and(|(_, record)| record.generation.0 == 0)
     }

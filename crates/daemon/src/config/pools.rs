@@ -52,7 +52,7 @@ impl PoolOptions {
 /// Checks that a disk of a pool may be a guest's disk.
 ///
 /// # Errors
-/// Its pool has no table, the name says where etcd is, or nobody has said that pools may be used.
+/// Its pool has no table, the name says where etcd is, or `experimental = true` is missing.
 pub(super) fn check(pools: &BTreeMap<String, PoolOptions>, disk: &Disk) -> Result<(), Failure> {
     let pool = &disk.pool;
     let Some(options) = pools.get(pool) else {

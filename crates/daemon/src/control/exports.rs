@@ -70,11 +70,6 @@ fn export_by_vhost(
         return Err(RpcError::new(code::INVALID_PARAMS, why, "name one of them"));
     }
     let disk = asked.disk;
-    if exports::has(shared, disk) || vhost::has(shared, disk) {
-        let why = format!("disk {disk} is exported already");
-        let help = "ferrite disk exports shows how; ferrite disk unexport ends that";
-        return Err(RpcError::new(code::IN_USE, why, help));
-    }
     let record = vhost::Record {
         version: vhost::Record::VERSION,
         disk,

@@ -144,7 +144,7 @@ fn one_at_a_time(shared: &Shared) -> MutexGuard<'_, ()> {
 /// Upgrades all disks that are served by another program. Returns whether it has come to its end.
 fn upgrade_rest(shared: &Shared, binary: &Path) -> bool {
     let (mut tried, mut quiet, mut upgraded) = (BTreeSet::new(), 0, 0);
-    // Those that have it already are replaced once more, which nobody notices.
+    // Idle keepers that run this program already are replaced once more. They have no guest.
     taps::upgrade_idle(shared, binary);
     while quiet < QUIET_LOOKS {
         if shared.is_stopped(LOOK) {

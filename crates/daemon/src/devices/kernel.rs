@@ -109,7 +109,7 @@ pub(super) fn find(records: &[Record]) -> Vec<Option<u32>> {
     records.iter().map(place).collect()
 }
 
-/// Removes the devices that this program has made, that are not `known`, and that nobody uses.
+/// Removes the devices that this program has made, that are not `known`, and that are not in use.
 pub(super) fn clean(known: &[Name]) -> Vec<Name> {
     let is_left =
         |name: &Name| !known.contains(name) && name.users().is_ok_and(|users| users.is_empty());

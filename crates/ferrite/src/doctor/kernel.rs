@@ -246,7 +246,7 @@ fn devices() -> Check {
     }
 }
 
-/// The same by its ublk driver.
+/// Whether this kernel makes devices by its ublk driver.
 fn ublk() -> Check {
     let name = "devices, ublk";
     let (found, means) = match ferrite_io::ublk::Control::open() {

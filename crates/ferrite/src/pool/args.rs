@@ -65,7 +65,7 @@ pub(crate) enum PoolCommand {
     /// Serve the copies in a folder to the hosts of a pool, in the foreground, until a signal comes.
     #[command(after_help = serve::HELP)]
     Serve(serve::ServeArgs),
-    /// Be the process that has a disk, for whoever has started it.
+    /// Be the owner process of a disk, for the keeper or command that has started it.
     #[command(hide = true)]
     Own(own::OwnArgs),
     /// Take a disk from its owner. Only if that is known to be dead: until the next owner opens the disk, it may still write.

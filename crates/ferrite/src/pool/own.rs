@@ -37,7 +37,7 @@ pub(crate) struct OwnArgs {
     /// Without TLS.
     #[arg(long, conflicts_with = "tls")]
     plain: bool,
-    /// Take the disk from whoever has it.
+    /// Take the disk from its owner.
     #[arg(long)]
     take_over: bool,
     /// Refuse writes.
@@ -102,7 +102,7 @@ fn listen(
     let failed = |e: std::io::Error| Failure::new(shown, e, "choose another path of a socket");
     let disk = open(name).map_err(|fault| refused(&fault))?;
     let listener = UnixListener::bind(path).map_err(failed)?;
-    // A signal interrupts the wait, too: then there is nobody.
+    // A signal interrupts the wait, too: then no client has connected.
     listener.set_nonblocking(true).map_err(failed)?;
     println!("ready: {}", path.display());
     let links = Links::new(disk);

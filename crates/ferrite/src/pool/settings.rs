@@ -35,7 +35,7 @@ pub(super) fn of(args: &PoolArgs, pool: &str) -> Result<Settings, Failure> {
 /// Where etcd is for the process of a disk, and the folder of certificates for etcd and the servers. `None`: without TLS.
 ///
 /// # Errors
-/// In words for whoever opens the disk.
+/// Errors are in words for the process that opens the disk.
 pub(super) fn of_owner(
     args: &PoolArgs,
     pool: &str,

@@ -38,7 +38,7 @@ impl Words {
     /// The command line of a worker. `None`: it is another command.
     ///
     /// # Errors
-    /// Those of clap.
+    /// Errors of clap: a word is unknown, or a value is malformed.
     pub(crate) fn parse_if_worker(words: &[OsString]) -> Option<Result<Words, clap::Error>> {
         let command = words.get(1)?;
         let is_worker = command == "worker" || command == "store-worker";

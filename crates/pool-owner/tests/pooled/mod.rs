@@ -200,7 +200,7 @@ impl Pool {
         let etcd = Servers::start(name, 1)?;
         let access = Access::new(etcd.client(), "lab").unwrap();
         let id = access.init().unwrap().id;
-        // Syncs are no matter here: nobody cuts the power.
+        // Syncs are no matter here: no test cuts the power.
         let folder = TempDir::new_in("/dev/shm").unwrap();
         let mut pool = Pool { etcd, access, id, members: Vec::new(), folder };
         (0..servers).for_each(|_| pool.add());

@@ -9,9 +9,9 @@ use crate::Members;
 /// The copies that the map has.
 #[derive(Clone, Debug)]
 pub(super) struct Copies {
-    /// Those that stay.
+    /// The copies that stay.
     pub(super) stay: Members,
-    /// Those that others replace.
+    /// The copies that others replace.
     pub(super) leave: Members,
 }
 

@@ -94,7 +94,7 @@ pub enum Event {
     Reply(ConnId, Reply),
     /// The copies that the disk is to have. Known ones may be told again.
     Copies {
-        /// Those that stay. New ones are admitted, and filled.
+        /// The copies that stay. New ones are admitted, and filled.
         stay: Members,
         /// Those that leave when all others are in sync.
         leave: Members,

@@ -81,7 +81,7 @@ impl Owner {
         copies.count() < COPIES
     }
 
-    /// Begins to copy the next piece of a region, if nobody holds it and few are under way.
+    /// Begins to copy the next piece of a region, if no request holds it and few copies are under way.
     pub(super) fn begin_copy(&mut self, region: Region, to: Option<MemberId>) {
         let whole = region.blocks(self.config.region_blocks, self.config.disk_blocks);
         let start = self.copied_to.get(&(to, region)).copied().unwrap_or(whole.start);
