@@ -1,10 +1,6 @@
 //! Disks that are volumes of one store, with one keeper and one worker. Any of the processes is
 //! killed, and disks come and go.
 
-mod host;
-mod load;
-mod roles;
-
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -12,22 +8,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, Session, open_store};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_store::owned::StoreHandle;
 use ferrite_testkit::{PATIENCE, scale, stores, wait_until};
-use host::{A_WHILE, Host, id, works};
-use load::Load;
-use roles::{Roles, attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 use serde_json::json;
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{A_WHILE, Host, id, works};
+use crate::load::Load;
+use crate::roles::{attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 
 /// Creates a store with volumes of 4 MiB for these guests.
 fn make_store(host: &Host, name: &str, guests: &str) -> PathBuf {

@@ -1,33 +1,22 @@
 //! A guest and its stub domain have one disk at the same time (attachments.md, "A stub domain and its
 //! guest"): one keeper and one worker serve both.
 
-mod host;
-mod load;
-mod roles;
-
 use std::path::PathBuf;
 use std::process::Child;
-use std::sync::Arc;
 
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::blkif::inflight::Table;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
-use host::{A_WHILE, Host, works};
-use load::Load;
-use roles::{MIB, Roles, STUB, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, A_WHILE, Host, works};
+use crate::load::Load;
+use crate::roles::{self, MIB, STUB, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 
 /// Writes the toolstack's keys from before it attaches the disk to the stub domain.
 fn be_stub_of(host: &Host, stub: u16, guest: u16) {

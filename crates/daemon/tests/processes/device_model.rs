@@ -1,32 +1,22 @@
 //! A raw image that QEMU, as the device model of an HVM guest, opens beside the daemon.
 
-mod host;
-mod roles;
-
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::PhaseName;
-use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, ErrorKind, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::is_closed;
 use ferrite_testkit::{PATIENCE, wait_until};
-use host::{Host, works};
-use roles::{MIB, Roles, keeper, kill, kill_keeper, kill_pid, worker};
+
+use crate::host::{Host, works};
+use crate::roles::{MIB, keeper, kill, kill_keeper, kill_pid, worker};
 
 /// The script that xl writes if the configuration names none.
 const DEFAULT: &str = "/etc/xen/scripts/block-tap";
-
-/// Not a test: a daemon with keepers and workers.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
 
 /// A QEMU that has the image open for writing, as a device model has.
 struct Qemu(Child);

@@ -1,8 +1,5 @@
 //! Daemons that are killed: at each step, and under load. The next daemon goes on.
 
-mod host;
-mod load;
-
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::Child;
 use std::time::Duration;
@@ -11,16 +8,11 @@ use ferrite_daemon::Step;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, scale, wait_until};
-use host::{Host, STEPS, works};
-use load::Load;
+
+use crate::host::{Host, STEPS, works};
+use crate::load::Load;
 
 const MIB: u64 = 1 << 20;
-
-/// Not a test: the daemon, if the environment asks for one.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon();
-}
 
 fn attach(host: &Host, domid: u16) -> DiskPaths {
     let image = host.make_image(&format!("{domid}.img"), 4 * MIB);

@@ -1,30 +1,19 @@
 //! A guest that is moved between two hosts: two daemons with two run directories, and one folder of
 //! images (attachments.md).
 
-mod host;
-mod load;
-mod roles;
-
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::PhaseName;
-use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::Client;
 use ferrite_testkit::{PATIENCE, images, wait_until};
-use host::{Host, works};
-use load::{Load, Model};
-use roles::{MIB, Roles, WAIT_FOR_HOST_MS, keeper, kill_pid, worker};
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host, works};
+use crate::load::{Load, Model};
+use crate::roles::{MIB, WAIT_FOR_HOST_MS, keeper, kill_pid, worker};
 
 /// The variables by which a daemon learns of suspended guests.
 const SUSPENDING: &[(&str, &str)] = &[(host::SUSPENDS, "1")];

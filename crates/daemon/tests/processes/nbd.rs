@@ -1,27 +1,17 @@
 //! NBD clients of disks that the daemon serves, beside the guest's rings on the same disk.
 
-mod host;
-mod roles;
-
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::trace;
 use ferrite_testkit::nbd::{Client, command, is_closed};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::abi::{OP_FLUSH, OP_WRITE};
-use host::Host;
-use roles::{Roles, attach, end, keeper, kill};
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host};
+use crate::roles::{attach, end, keeper, kill};
 
 /// The path of the socket, as the toolstack finds it.
 fn socket(host: &Host, disk: &DiskPaths) -> PathBuf {

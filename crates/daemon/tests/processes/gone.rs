@@ -1,22 +1,12 @@
 //! Detached disks leave complete images, and nothing else.
 
-mod host;
-mod roles;
-
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, wait_until};
-use host::{Host, works};
-use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, kill_pid, worker};
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{Host, works};
+use crate::roles::{MIB, attach, end, is_alive, keeper, kill, kill_pid, worker};
 
 /// A disk is detached while no daemon runs, with answered writes in memory only. With `another`, a
 /// new disk of its name is attached.

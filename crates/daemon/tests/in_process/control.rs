@@ -1,7 +1,5 @@
 //! Clients of the control socket, hostile ones among them.
 
-mod host;
-
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
@@ -9,8 +7,9 @@ use std::os::unix::net::UnixStream;
 use ferrite_daemon::control::protocol::{MAX_LINE, code};
 use ferrite_host::clock::SplitMix64;
 use ferrite_testkit::{PATIENCE, wait_until};
-use host::Host;
 use serde_json::{Value, json};
+
+use crate::host::Host;
 
 fn stream(host: &Host) -> UnixStream {
     let stream = UnixStream::connect(host.paths().control()).unwrap();

@@ -1,33 +1,22 @@
 //! The headers of an image are changed and read through the worker that a guest uses it by.
 
-mod host;
-mod load;
-mod roles;
-
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Attached, Change, Facts, ImageAnswer, Images, PhaseName};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_image_tools::NewImage;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{images, scale, wait_until};
-use host::Host;
-use load::Load;
-use roles::{MIB, Roles, end, is_alive, keeper, kill_keeper, worker};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host};
+use crate::load::Load;
+use crate::roles::{MIB, end, is_alive, keeper, kill_keeper, worker};
 
 /// A guest that uses a leaf, which stands on one of two empty images.
 struct Story {

@@ -1,16 +1,15 @@
 //! Names that are used again: an attachment gets the image that the toolstack has named for it,
 //! whatever happened to the one before.
 
-mod host;
-
 use std::fs::File;
 use std::path::Path;
 
 use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::wait_until;
-use host::{Host, works};
 use rustix::fs::{FlockOperation, flock};
+
+use crate::host::{self, Host, works};
 
 const MIB: u64 = 1 << 20;
 

@@ -1,9 +1,5 @@
 //! NBD clients whose disk's worker is killed or replaced by another program. They see only a pause.
 
-mod host;
-mod load;
-mod roles;
-
 use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::sync::Arc;
@@ -11,23 +7,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use ferrite_daemon::control::protocol::Upgraded;
-use ferrite_daemon::keepers::Keepers;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::programs::installed;
 use ferrite_testkit::{images, wait_until};
-use host::Host;
-use load::Load;
-use roles::{MIB, Roles, end, is_alive, keeper, kill, kill_pid, relay_of, worker};
 use serde_json::json;
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host};
+use crate::load::Load;
+use crate::roles::{self, MIB, end, is_alive, keeper, kill, kill_pid, relay_of, worker};
 
 /// Requests of a client at a time.
 const DEPTH: usize = 8;

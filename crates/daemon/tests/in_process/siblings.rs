@@ -1,13 +1,12 @@
 //! Two attachments of one disk at a time: two domains that are one VM, in a migration.
 
-mod host;
-
 use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::PATIENCE;
-use host::{A_WHILE, Host, works};
 use std::path::PathBuf;
+
+use crate::host::{A_WHILE, Host, works};
 
 const VM: &[u8] = b"/vm/6b7b2f6c-5a7e-4f55-9f35-1f2f8d0b8a11";
 

@@ -1,16 +1,10 @@
 //! Workers that are killed while no daemon runs. The next worker serves the guest by itself, or
 //! leaves it to the next daemon.
 
-mod host;
-mod load;
-mod roles;
-
 use std::os::fd::AsFd as _;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::directory;
-use ferrite_daemon::keepers::Keepers;
 use ferrite_daemon::state::States;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::front::{FrontOptions, Frontend};
@@ -19,16 +13,11 @@ use ferrite_serve::blkif::lifecycle::{Orphan, part};
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
 use ferrite_xen::hypervisor::DomId;
-use host::{Host, id, works};
-use load::Load;
-use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, kill_pid, worker};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host, id, works};
+use crate::load::Load;
+use crate::roles::{MIB, attach, end, is_alive, keeper, kill, kill_pid, worker};
 
 #[test]
 fn guests_whose_workers_die_without_a_daemon_are_served_on_and_the_next_daemon_finds_them() {

@@ -1,33 +1,22 @@
 //! Disks that are served by keepers and workers. Any process is killed and replaced.
 
-mod host;
-mod load;
-mod roles;
-
 use std::os::unix::fs::PermissionsExt as _;
-use std::sync::Arc;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Details, PhaseName, Source, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_host::directory::HostDirectory;
 use ferrite_image_tools::NewImage;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
-use host::{Host, works};
-use load::Load;
-use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host, works};
+use crate::load::Load;
+use crate::roles::{MIB, attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 
 #[test]
 fn disks_are_served_by_keepers_that_are_named_and_end_with_them() {

@@ -1,36 +1,25 @@
 //! Disks that are paused: their images are closed, and guests and NBD clients wait, whichever
 //! process ends meanwhile. They go on with the same image or another one.
 
-mod host;
-mod load;
-mod roles;
-
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Attached, PhaseName, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::{PATIENCE, images, wait_until};
-use host::{Host, works};
-use load::Load;
-use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, kill_pid, worker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::json;
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host, works};
+use crate::load::Load;
+use crate::roles::{self, MIB, attach, end, is_alive, keeper, kill, kill_pid, worker};
 
 fn pause(host: &Host, disk: &DiskPaths) -> Result<Attached, ClientError> {
     host.call("disk.pause", &json!({ "disk": host::id(disk), "by": "a test" }))

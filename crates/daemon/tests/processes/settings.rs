@@ -1,28 +1,16 @@
 //! Limits and settings of running disks outlive every process that has to do with them.
 
-mod host;
-mod load;
-mod roles;
-
-use std::sync::Arc;
-
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Limited, SetDone, Source, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_daemon::state::States;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::counters::{snapshot, stats_file};
 use ferrite_testkit::wait_until;
-use host::{Host, id};
-use load::Load;
-use roles::{Roles, attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 use serde_json::{Value, json};
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{Host, id};
+use crate::load::Load;
+use crate::roles::{attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 
 fn limit(host: &Host, disk: &DiskPaths, limits: &Value) -> Result<Limited, ClientError> {
     host.call("disk.limit", &json!({ "disk": id(disk), "limits": limits }))

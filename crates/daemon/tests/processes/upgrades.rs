@@ -1,33 +1,22 @@
 //! Disks that get another program while their processes are killed, at each step and at random
 //! moments. The old program or the new one serves them, and their guests see pauses only.
 
-mod host;
-mod load;
-mod roles;
-
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
-use host::{Host, works};
-use load::Load;
-use roles::{MIB, Roles, attach, end, is_alive, keeper, kill, worker};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
+use crate::host::{self, Host, works};
+use crate::load::Load;
+use crate::roles::{MIB, attach, end, is_alive, keeper, kill, worker};
 
 /// The process to kill.
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,5 @@
 //! Disks that toolstacks attach and detach, and one daemon that serves them all.
 
-mod host;
-
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,8 +9,9 @@ use ferrite_daemon::control::protocol::{Attached, Detached, PhaseName, code};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use ferrite_xen::store::StoreError;
-use host::{Host, connect, id, works};
 use serde_json::json;
+
+use crate::host::{self, Host, connect, id, works};
 
 const MIB: u64 = 1 << 20;
 

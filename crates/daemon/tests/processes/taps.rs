@@ -1,38 +1,27 @@
 //! Taps: disks that are open before their guest and after it, as XAPI drives them.
 
-mod host;
-mod load;
-mod roles;
-
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::Arc;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{TapDone, TapRow, TapRows, Upgraded};
-use ferrite_daemon::keepers::Keepers;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
-use host::{Host, works};
-use load::Load;
-use roles::{MIB, Roles, is_alive, kill, kill_pid, worker};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
+use crate::host::{Host, works};
+use crate::load::Load;
+use crate::roles::{MIB, is_alive, kill, kill_pid, worker};
+
 /// The environment variable with the seed of the random orders.
 const SEED: &str = "FERRITE_TEST_SEED";
-
-/// Not a test: the daemon.
-#[test]
-fn process_daemon() {
-    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
-}
 
 /// A tap, as a storage manager knows it.
 #[derive(Clone, Copy)]

@@ -1,0 +1,30 @@
+//! A disk's rings, its nodes in xenstore, and its image: what a guest and a toolstack see.
+
+mod attributes;
+mod checks;
+mod confidentiality;
+mod counting;
+mod discards;
+mod failed_syncs;
+mod faults;
+mod full;
+mod gate;
+mod handshake;
+mod leftovers;
+mod merging;
+mod movers;
+mod other_image;
+mod others;
+mod pace;
+mod replaced;
+mod saving;
+mod script;
+mod slow_media;
+mod steps;
+mod store_fails;
+mod store_writes;
+mod sweep;
+mod toggling;
+mod tracing;
+mod unplug;
+mod windows;

@@ -1,0 +1,5 @@
+//! A disk by vhost-user and by ublk.
+
+mod ublk;
+mod vhost;
+mod vhost_hostile;
