@@ -76,14 +76,14 @@ pub(crate) fn parking() -> Result<()> {
 /// A running disk that is changed while its processes die: stories of 1,000 seeds, where each commit has three.
 pub(crate) fn changes() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite", "--test", "live_random"]);
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "changes", "random::"]);
     steps::run(test.env("FERRITE_TEST_SCALE", "334"))
 }
 
 /// A running disk's mirror: the cases that a commit does not have.
 pub(crate) fn mirrors() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite", "--test", "mirror"]);
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "changes", "mirror::"]);
     steps::run(test.args(["--", "--include-ignored"]))
 }
 
@@ -97,7 +97,7 @@ pub(crate) fn migrations() -> Result<()> {
 /// Backups of running disks, also those that take longer, and a thousand stories in each format.
 pub(crate) fn backups() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite", "--test", "backup_live"]);
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "changes", "backup::"]);
     steps::run(test.args(["--", "--include-ignored"]))?;
     let mut stories = cargo();
     stories.args(["test", "--locked", "--package", "ferrite-sim", "--test", "backup"]);
@@ -108,7 +108,7 @@ pub(crate) fn backups() -> Result<()> {
 /// Taps in a hundred times as many random orders as with each commit.
 pub(crate) fn random_taps() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite-daemon", "--test", "taps", "orders"]);
+    test.args(["test", "--locked", "--package", "ferrite-daemon", "--test", "processes", "orders"]);
     steps::run(test.env("FERRITE_TEST_SCALE", "100"))
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn rbd() -> Result<()> {
     packages::ensure(&[needs::CEPH])?;
     steps::run(cargo().args(["build", "--locked", "--package", "ferrite-rbd"]))?;
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite", "--test", "rbd", "--"]);
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "remote", "rbd::", "--"]);
     test.args(["--include-ignored", "--test-threads", "1", "--nocapture"]);
     steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
@@ -146,7 +146,7 @@ pub(crate) fn pool() -> Result<()> {
 /// Guests of one host with disks on another one, also those that take minutes.
 pub(crate) fn remotes() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite", "--test", "nbd_two_hosts"]);
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "remote", "two_hosts::"]);
     steps::run(test.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 

@@ -338,7 +338,7 @@ END
 /// # Errors
 /// The number of checks that failed.
 pub(crate) fn test(cases: &mut Vec<Outcome>) -> Result<()> {
-    let programs = Programs::build(&["--test", "nbd_tls"])?;
+    let programs = Programs::build(&["--test", "clients"])?;
     slow_clients(&programs)?;
     let ferrite = programs.binary("ferrite", "ferrite")?;
     // The path of a socket has at most 107 bytes.
@@ -376,7 +376,7 @@ fn slow_clients(programs: &Programs) -> Result<()> {
     let all = |test: &mut Command| {
         test.arg("--ignored").env("FERRITE_TEST_REQUIRE_PEERS", "1");
     };
-    run_each(programs.some("peers", "ferrite", &["nbd_tls"], &all)?, 1)
+    run_each(programs.some("peers", "ferrite", &["clients"], &all)?, 1)
 }
 
 /// Whether there is a command, a file (a path), or a filter of nbdkit (`nbdkit:NAME`).

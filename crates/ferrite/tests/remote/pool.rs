@@ -1,0 +1,45 @@
+//! Guests whose disks are in a pool of servers: by daemon, keeper, worker and the owner's process, each of which is killed.
+
+use ferrite_daemon::control::protocol::PhaseName;
+use ferrite_testkit::wait_until;
+
+use crate::deep;
+use crate::far::{Far, children};
+use crate::pooled::Pool;
+use crate::roles;
+
+#[test]
+fn a_guest_loses_nothing_when_a_server_or_any_process_of_its_disk_is_killed() {
+    let Some(mut pool) = Pool::start(&["a", "b"]) else { return };
+    let name = pool.create("web1", &deep::BYTES.to_string(), &[]);
+    let mut far = Far::of(&[]);
+    far.config = Some(pool.config());
+    far.start();
+    let (disk, load) = far.load(&name);
+    let owner = || children(roles::keeper(&far.host, &disk), "pool").first().copied();
+    for _ in 0..3 {
+        wait_until("an owner", || owner().is_some());
+        roles::kill_pid(owner().unwrap());
+        load.wait_for_progress();
+    }
+    far.kill_worker(&disk);
+    load.wait_for_progress();
+    pool.kill("b");
+    load.wait_for_progress();
+    load.wait_for_progress();
+    far.kill_keeper(&disk);
+    load.wait_for_progress();
+    far.restart();
+    load.wait_for_progress();
+    assert_eq!(load.errors(), 0);
+    // What the toolstack writes names the pool alone.
+    let elsewhere = far.host.attach(
+        1,
+        1,
+        &format!("aio:{name}?etcd=http://127.0.0.1:1&plain=yes&experimental=yes"),
+    );
+    let failed = far.host.wait_for_phase(&elsewhere, PhaseName::Failed);
+    assert!(failed.help.unwrap().contains("leave etcd"), "{:?}", failed.why);
+    far.host.detach(&elsewhere);
+    far.end(&disk, load);
+}
