@@ -53,7 +53,7 @@ const LONGEST: [(&str, &str); 12] = [
     ("disk", "behaviour"),
     ("ferrite", "migrate"),
     ("ferrite", "changes"),
-    ("daemon", "processes"),
+    ("daemon", "by_process"),
     ("serve", "blkif"),
     ("ferrite", "clients"),
     ("ferrite", "storage_manager"),
