@@ -24,7 +24,6 @@ mod steps;
 mod store_fails;
 mod store_writes;
 mod sweep;
-mod toggling;
 mod tracing;
 mod unplug;
 mod windows;
