@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use ferrite_xenhost::Program;
 use ferrite_xenhost::disk::Backend;
 use ferrite_xenhost::packages;
+use ferrite_xenhost::release;
 use ferrite_xenhost::root::{self, Suite};
 use ferrite_xenhost::steps::{self, fresh_log, run_logged, say, step};
 use std::path::Path;
@@ -47,6 +48,9 @@ pub(crate) struct TestArguments {
     /// The Debian release of the Xen host: trixie or bookworm.
     #[arg(long, default_value = "trixie")]
     suite: String,
+    /// Put the release program on the Xen host, as it is shipped, not the one of the other tests.
+    #[arg(long)]
+    release: bool,
     /// Fail after so many minutes, and print the times of the checks until then.
     #[arg(long, value_name = "MINUTES")]
     limit: Option<u64>,
@@ -64,11 +68,15 @@ enum BackendArgument {
 /// is packed. Hundreds of others need not be built for them.
 const OF_THE_HOST: [&str; 6] = ["--test", "on_xen", "--test", "processes", "--test", "program"];
 
-/// The package for hosts with the program of the workspace's tests, and the tests of the hypervisor's and the store's
-/// interfaces, which need a dom0 but no guest.
-fn programs_of_the_host() -> Result<Vec<Program>> {
+/// The package for hosts with the program of the workspace's tests or the release one, and the tests of the hypervisor's
+/// and the store's interfaces, which need a dom0 but no guest.
+fn programs_of_the_host(as_shipped: bool) -> Result<Vec<Program>> {
     let programs = step("build the programs of the Xen host", || Programs::build(&OF_THE_HOST))?;
-    let package = pack(&programs.binary("ferrite", "ferrite")?)?;
+    let ferrite = match as_shipped {
+        true => release::build_ferrite()?.file,
+        false => programs.binary("ferrite", "ferrite")?,
+    };
+    let package = pack(&ferrite)?;
     let on_xen = Program { name: "on_xen", file: programs.test_file("xen", "on_xen")? };
     Ok(vec![package, on_xen])
 }
@@ -130,7 +138,7 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     Ok(summary(&outcomes))
 }
 
-/// All tests on a real Xen host of one Debian release.
+/// All tests on a real Xen host of one Debian release, with the program as it is shipped.
 pub(crate) fn xen_of(release: &str) -> Result<Vec<Outcome>> {
     let arguments = TestArguments {
         fast: false,
@@ -142,6 +150,7 @@ pub(crate) fn xen_of(release: &str) -> Result<Vec<Outcome>> {
         mover: None,
         own_grants: None,
         suite: release.to_owned(),
+        release: true,
         limit: None,
     };
     packages::ensure(&[packages::XEN_HOST, needs::DIST])?;
@@ -170,7 +179,7 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => (Backend::Ferrite, programs_of_the_host()?),
+        BackendArgument::Ferrite => (Backend::Ferrite, programs_of_the_host(arguments.release)?),
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {

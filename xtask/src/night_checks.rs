@@ -108,7 +108,15 @@ pub(crate) fn backups() -> Result<()> {
 /// Taps in a hundred times as many random orders as with each commit.
 pub(crate) fn random_taps() -> Result<()> {
     let mut test = cargo();
-    test.args(["test", "--locked", "--package", "ferrite-daemon", "--test", "by_process", "orders"]);
+    test.args([
+        "test",
+        "--locked",
+        "--package",
+        "ferrite-daemon",
+        "--test",
+        "by_process",
+        "orders",
+    ]);
     steps::run(test.env("FERRITE_TEST_SCALE", "100"))
 }
 
