@@ -46,17 +46,17 @@ enum About {
 /// What a worker replies.
 #[derive(Clone, Debug)]
 enum Told {
-    OfImage(ImageReply),
-    OfVolume(VolumeReply),
-    OfChain(Vec<ChainImage>),
+    Image(ImageReply),
+    Volume(VolumeReply),
+    Chain(Vec<ChainImage>),
 }
 
 impl About {
     fn ask(&self, line: BorrowedFd<'_>, stop: &Waker) -> Result<Told, ServeError> {
         match self {
-            About::Image(order) => ask_of_image(line, stop, order).map(Told::OfImage),
-            About::Volume(order) => ask_of_volume(line, stop, order).map(Told::OfVolume),
-            About::Chain => ask_of_chain(line, stop).map(Told::OfChain),
+            About::Image(order) => ask_of_image(line, stop, order).map(Told::Image),
+            About::Volume(order) => ask_of_volume(line, stop, order).map(Told::Volume),
+            About::Chain => ask_of_chain(line, stop).map(Told::Chain),
         }
     }
 
@@ -193,8 +193,8 @@ pub(crate) fn ask(
     };
     let order = ImageOrder { file, change: change.cloned() };
     match reply_of(shared, id, About::Image(order), TIMEOUT) {
-        Some(Ok(Told::OfImage(ImageReply::NotMine))) | None => Ok(None),
-        Some(Ok(Told::OfImage(reply))) => Ok(Some(reply)),
+        Some(Ok(Told::Image(ImageReply::NotMine))) | None => Ok(None),
+        Some(Ok(Told::Image(reply))) => Ok(Some(reply)),
         Some(Ok(_)) => Err(no_reply("the worker has replied to another question")),
         Some(Err(failure)) => Err(failure),
     }
@@ -206,8 +206,8 @@ pub(crate) fn ask(
 /// The disk is not served; the change is refused; or the worker gives no reply: then it may have been made.
 pub(crate) fn ask_of_disk(shared: &Shared, id: DiskId, order: VolumeOrder) -> Result<u64, Failure> {
     match reply_of(shared, id, About::Volume(order), TIMEOUT) {
-        Some(Ok(Told::OfVolume(VolumeReply::Done(bytes)))) => Ok(bytes),
-        Some(Ok(Told::OfVolume(VolumeReply::Refused { why, help }))) => Err(Failure { why, help }),
+        Some(Ok(Told::Volume(VolumeReply::Done(bytes)))) => Ok(bytes),
+        Some(Ok(Told::Volume(VolumeReply::Refused { why, help }))) => Err(Failure { why, help }),
         Some(Ok(_)) => Err(no_reply("the worker has replied to another question")),
         Some(Err(failure)) => Err(failure),
         None => Err(Failure {
@@ -223,7 +223,7 @@ pub(crate) fn ask_of_disk(shared: &Shared, id: DiskId, order: VolumeOrder) -> Re
 /// served, or its worker does not tell at once.
 pub(crate) fn chain_of(shared: &Shared, id: DiskId) -> Option<Vec<ChainImage>> {
     match reply_of(shared, id, About::Chain, AT_ONCE)? {
-        Ok(Told::OfChain(images)) => Some(images),
+        Ok(Told::Chain(images)) => Some(images),
         _ => None,
     }
 }

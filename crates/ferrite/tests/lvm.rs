@@ -8,7 +8,6 @@ use std::process::{Command, Output};
 use ferrite_testkit::devices::Loop;
 use ferrite_testkit::programs::{installed, run, skipped};
 
-#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
 mod tapped;
 
 use tapped::{Daemon, MIB, read, write};

@@ -157,6 +157,39 @@ fn images_of_a_volume_in_use_are_merged_while_its_guest_works() {
     drop(daemon);
 }
 
+#[test]
+fn an_image_is_opened_and_closed_only_when_a_merge_has_ended() {
+    let host = Host::new();
+    let daemon = Daemon::start(&host);
+    let repository = host.repository();
+    let disk = repository.create("web", 4 * MIB);
+    let of_uri = json!({ "uri": repository.stat(&disk)["uri"][0], "domain": "3" });
+    host.datapath("Datapath.attach", of_uri.clone()).unwrap();
+    let ours = host.images().join(".smapi");
+    let open =
+        |name: &str| File::options().append(true).create(true).open(ours.join(name)).unwrap();
+    let run_dir = host.path("run/ferrite");
+    let list = ["compat", "tap-ctl", "list", "--run-dir", run_dir.to_str().unwrap()];
+    let is_open = || host.ferrite(&list).1.contains("state=0 args=");
+    for (call, before) in [("Datapath.activate", false), ("Datapath.deactivate", true)] {
+        // The process that merges has this lock, and looks at the other one.
+        let merging = open("lock");
+        flock(&merging, FlockOperation::LockExclusive).unwrap();
+        std::thread::scope(|scope| {
+            let called = scope.spawn(|| host.datapath(call, of_uri.clone()).unwrap());
+            wait_until("a call that waits", || {
+                flock(open("lock.waiting"), FlockOperation::NonBlockingLockExclusive).is_err()
+            });
+            assert_eq!((is_open(), called.is_finished()), (before, false), "{call}");
+            drop(merging);
+            called.join().unwrap();
+        });
+        assert_eq!(is_open(), !before, "{call}");
+    }
+    host.datapath("Datapath.detach", of_uri).unwrap();
+    drop(daemon);
+}
+
 /// Runs the process that merges, and kills it at the step of this number among the system calls of one name.
 fn killed_at(host: &Host, syscall: &str, step: u32) -> Option<i32> {
     let mut command = host.command("strace");
