@@ -22,6 +22,9 @@ pub(crate) const CHECKS: &[Need] = &[
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
+/// The programs of LVM.
+pub(crate) const LVM: &[Need] = &[("lvm", "lvm2")];
+
 /// The programs of a Ceph cluster and of its clients.
 pub(crate) const CEPH: &[Need] = &[
     ("ceph-mon", "ceph-mon"),

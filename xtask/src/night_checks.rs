@@ -105,8 +105,21 @@ pub(crate) fn backups() -> Result<()> {
     steps::run(stories.env("FERRITE_TEST_SCALE", "125"))
 }
 
-/// Taps in a hundred times as many random orders as with each commit.
+/// Taps in a hundred times as many random orders as with each commit, and on volumes of LVM.
 pub(crate) fn random_taps() -> Result<()> {
+    packages::ensure(&[needs::LVM])?;
+    let mut volumes = cargo();
+    volumes.args([
+        "test",
+        "--locked",
+        "--package",
+        "ferrite",
+        "--test",
+        "lvm",
+        "--",
+        "--include-ignored",
+    ]);
+    steps::run(volumes.env("FERRITE_TEST_REQUIRE_PEERS", "1"))?;
     let mut test = cargo();
     test.args([
         "test",

@@ -59,7 +59,7 @@ enum Part {
     Migrate,
     /// Backups of running disks that are killed, interrupted and cut off, and a thousand stories of them.
     Backups,
-    /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
+    /// Taps in random orders of verbs, deaths and upgrades, for ten minutes; VHDs on volumes of LVM.
     Taps,
     /// Guests whose disks are on another host: deaths of all processes, and a server that is stopped.
     Remotes,

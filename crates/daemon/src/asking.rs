@@ -11,8 +11,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ferrite_serve::blkif::lifecycle::{
-    Change, ImageOrder, ImageReply, ServeError, VolumeOrder, VolumeReply, ask_of_image,
-    ask_of_volume,
+    ChainImage, Change, ImageOrder, ImageReply, ServeError, VolumeOrder, VolumeReply, ask_of_chain,
+    ask_of_image, ask_of_volume,
 };
 use ferrite_serve::waker::Waker;
 
@@ -23,6 +23,8 @@ use crate::{Assignment, Failure, Shared};
 
 /// How long a disk that is being opened is waited for, and how long its worker may take.
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a worker may take to tell what it has in memory.
+const AT_ONCE: Duration = Duration::from_secs(1);
 /// Workers that may die while they are asked one question.
 const MOST_DEATHS: u32 = 3;
 
@@ -38,20 +40,23 @@ pub(crate) struct Questions {
 enum About {
     Image(ImageOrder),
     Volume(VolumeOrder),
+    Chain,
 }
 
 /// What a worker replies.
 #[derive(Clone, Debug)]
 enum Told {
-    OfImage(ImageReply),
-    OfVolume(VolumeReply),
+    Image(ImageReply),
+    Volume(VolumeReply),
+    Chain(Vec<ChainImage>),
 }
 
 impl About {
     fn ask(&self, line: BorrowedFd<'_>, stop: &Waker) -> Result<Told, ServeError> {
         match self {
-            About::Image(order) => ask_of_image(line, stop, order).map(Told::OfImage),
-            About::Volume(order) => ask_of_volume(line, stop, order).map(Told::OfVolume),
+            About::Image(order) => ask_of_image(line, stop, order).map(Told::Image),
+            About::Volume(order) => ask_of_volume(line, stop, order).map(Told::Volume),
+            About::Chain => ask_of_chain(line, stop).map(Told::Chain),
         }
     }
 
@@ -187,10 +192,10 @@ pub(crate) fn ask(
         }
     };
     let order = ImageOrder { file, change: change.cloned() };
-    match reply_of(shared, id, About::Image(order)) {
-        Some(Ok(Told::OfImage(ImageReply::NotMine))) | None => Ok(None),
-        Some(Ok(Told::OfImage(reply))) => Ok(Some(reply)),
-        Some(Ok(Told::OfVolume(_))) => Err(no_reply("the worker has replied to another question")),
+    match reply_of(shared, id, About::Image(order), TIMEOUT) {
+        Some(Ok(Told::Image(ImageReply::NotMine))) | None => Ok(None),
+        Some(Ok(Told::Image(reply))) => Ok(Some(reply)),
+        Some(Ok(_)) => Err(no_reply("the worker has replied to another question")),
         Some(Err(failure)) => Err(failure),
     }
 }
@@ -200,10 +205,10 @@ pub(crate) fn ask(
 /// # Errors
 /// The disk is not served; the change is refused; or the worker gives no reply: then it may have been made.
 pub(crate) fn ask_of_disk(shared: &Shared, id: DiskId, order: VolumeOrder) -> Result<u64, Failure> {
-    match reply_of(shared, id, About::Volume(order)) {
-        Some(Ok(Told::OfVolume(VolumeReply::Done(bytes)))) => Ok(bytes),
-        Some(Ok(Told::OfVolume(VolumeReply::Refused { why, help }))) => Err(Failure { why, help }),
-        Some(Ok(Told::OfImage(_))) => Err(no_reply("the worker has replied to another question")),
+    match reply_of(shared, id, About::Volume(order), TIMEOUT) {
+        Some(Ok(Told::Volume(VolumeReply::Done(bytes)))) => Ok(bytes),
+        Some(Ok(Told::Volume(VolumeReply::Refused { why, help }))) => Err(Failure { why, help }),
+        Some(Ok(_)) => Err(no_reply("the worker has replied to another question")),
         Some(Err(failure)) => Err(failure),
         None => Err(Failure {
             why: "it is not served now".to_owned(),
@@ -211,6 +216,15 @@ pub(crate) fn ask_of_disk(shared: &Shared, id: DiskId, order: VolumeOrder) -> Re
                 "ferrite disk show has its phase; ferrite store works on a volume that no disk uses"
                     .to_owned(),
         }),
+    }
+}
+
+/// The images that the worker of a served disk has open, the leaf first; none if the disk has no chain. `None`: it is not
+/// served, or its worker does not tell at once.
+pub(crate) fn chain_of(shared: &Shared, id: DiskId) -> Option<Vec<ChainImage>> {
+    match reply_of(shared, id, About::Chain, AT_ONCE)? {
+        Ok(Told::Chain(images)) => Some(images),
+        _ => None,
     }
 }
 
@@ -234,13 +248,18 @@ fn found(shared: &Shared, real: &Path) -> Option<(DiskId, Phase)> {
 }
 
 /// The reply of a disk's worker. `None`: its image is not open any more.
-fn reply_of(shared: &Shared, id: DiskId, about: About) -> Option<Result<Told, Failure>> {
+fn reply_of(
+    shared: &Shared,
+    id: DiskId,
+    about: About,
+    within: Duration,
+) -> Option<Result<Told, Failure>> {
     let mut number = 0;
     shared.table.change(id, |entry| {
         number = entry.questions.add(about);
         entry.wake();
     });
-    let reply = shared.table.wait_for(TIMEOUT, |disks| {
+    let reply = shared.table.wait_for(within, |disks| {
         let Some(entry) = disks.get(&id) else { return Some(None) };
         match (entry.questions.reply(number), &entry.phase) {
             (Some(reply), _) => Some(Some(reply)),

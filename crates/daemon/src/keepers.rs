@@ -435,6 +435,16 @@ impl Serving for Keepers {
         self.live_spares().into_iter().map(|(pid, _)| pid).collect()
     }
 
+    fn upgrade_spares(&self, binary: &Path) {
+        for (pid, keeper) in self.live_spares() {
+            if let Err(e) = keeper.upgrade(binary) {
+                tracing::warn!(
+                    "keeper {pid}, which has no disk, goes on with its old program: {e}"
+                );
+            }
+        }
+    }
+
     fn give(&self, pid: u32, disk: DiskId) -> Result<bool, Failure> {
         self.give_spare(pid, disk)
     }

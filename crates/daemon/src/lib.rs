@@ -153,6 +153,9 @@ pub trait Serving: Send + Sync {
         Vec::new()
     }
 
+    /// Replaces the program of the keepers without a disk. Their process numbers stay.
+    fn upgrade_spares(&self, _: &Path) {}
+
     /// Gives a keeper without a disk this tap. `false`: there is no such keeper.
     ///
     /// # Errors

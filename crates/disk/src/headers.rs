@@ -1,12 +1,24 @@
 //! The headers of a disk's image while the disk is in use.
 
 use std::io;
+use std::path::Path;
 
-use ferrite_disk_base::Port;
+use ferrite_disk_base::{Format, Port};
 use ferrite_images::Layer;
 use ferrite_images::vhd::{Change, Facts, Vhd};
 
 use crate::disk::{Disk, Work};
+
+/// An image of an open chain.
+#[derive(Clone, Copy, Debug)]
+pub struct ChainImage<'a> {
+    /// Its path, as it was opened.
+    pub path: &'a Path,
+    /// Its format.
+    pub format: Format,
+    /// Sectors of 512 bytes that were read from it, below the leaf, since the chain was opened.
+    pub read_sectors: u64,
+}
 
 impl Disk {
     /// What the headers and the table of the disk's image say now. `None`: it is no VHD.
@@ -15,6 +27,22 @@ impl Disk {
     /// They cannot be read.
     pub fn header_facts(&self) -> io::Result<Option<Facts>> {
         self.leaf_vhd().map(Vhd::facts).transpose()
+    }
+
+    /// The images of the disk's chain, the leaf first; none if it has no chain. The leaf's sectors are 0: they are what is
+    /// left of all reads.
+    pub fn chain(&self) -> Vec<ChainImage<'_>> {
+        let image = match self {
+            Disk::Image(image) => image,
+            Disk::Mirror(mirror) => return mirror.source().chain(),
+            _ => return Vec::new(),
+        };
+        let found = std::iter::once(0).chain(image.found_below());
+        let layers = image.layers().iter().map(|layer| (layer.medium().path(), layer.format()));
+        let images = layers.zip(found);
+        images
+            .map(|((path, format), read_sectors)| ChainImage { path, format, read_sectors })
+            .collect()
     }
 
     /// Changes a field of the headers of the disk's image, durably, while the disk is in use. It has its effect when the

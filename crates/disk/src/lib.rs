@@ -49,6 +49,7 @@ pub use ferrite_images::vhd::{
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};
 pub use ferrite_remote::{client_of, server_of};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
+pub use headers::ChainImage;
 pub use identity::DiskIdentity;
 pub use mirror::{
     Mirror, MirrorFile, MirrorOptions, MirrorState, MirrorStatus, REGION_BYTES, check_target,

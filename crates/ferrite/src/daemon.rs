@@ -1,5 +1,6 @@
 //! `ferrite daemon`: all disks of a host, in the foreground.
 
+use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -33,6 +34,8 @@ mod metrics;
 
 /// systemd gets an unchanged status at most this often.
 const ALIVE: Duration = Duration::from_secs(1);
+/// The folder of the volumes of LVM.
+const VOLUMES: &str = "/dev/mapper";
 
 pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     let path = args.config.as_deref().unwrap_or(Path::new(config::PATH));
@@ -224,7 +227,9 @@ fn mib(bytes: usize) -> u32 {
 /// The options that `ferrite serve` would get for the disk.
 fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
     let options = &disk.options;
-    let folders: &[PathBuf] = &disk.config().parent_folders;
+    let toolstack_locks = disk.ahead.is_some_and(|ahead| ahead.toolstack_locks);
+    let folders =
+        parent_folders(disk.config().parent_folders.clone(), toolstack_locks, &disk.image.path);
     ServeArgs {
         image: disk.image.name(),
         xen: Vbd { domain: DomId(disk.id.domid), device: disk.id.devid },
@@ -233,7 +238,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         mirror: disk.mirror.as_ref().map(|mirror| mirror.target.clone()),
         mirror_map: disk.mirror.as_ref().map(|mirror| mirror.map.clone()),
         changes: disk.changes.clone(),
-        toolstack_locks: disk.ahead.is_some_and(|ahead| ahead.toolstack_locks),
+        toolstack_locks,
         queues: options.queues,
         ring_order: options.ring_order,
         indirect: u32::from(options.indirect),
@@ -255,7 +260,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
             metadata_memory: (options.metadata_memory_mib as usize) << 20,
             index_memory: (options.index_memory_mib as usize) << 20,
         },
-        parents: ParentsArgs::of(folders),
+        parents: ParentsArgs::of(&folders),
         tuning: TuningArgs {
             poll_us: options.poll,
             poll_cpu: options.poll_cpu,
@@ -266,6 +271,16 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
     }
 }
 
+/// The folders in which a disk's parents may be. Those of a storage manager's volumes are volumes of LVM, too, which it
+/// alone makes and names.
+fn parent_folders(mut folders: Vec<PathBuf>, toolstack_locks: bool, image: &Path) -> Vec<PathBuf> {
+    let is_device = || image.metadata().is_ok_and(|found| found.file_type().is_block_device());
+    if toolstack_locks && is_device() {
+        folders.push(VOLUMES.into());
+    }
+    folders
+}
+
 #[cfg(test)]
 mod tests {
     use ferrite_serve::memory::DataMemory;
@@ -274,6 +289,21 @@ mod tests {
     use ferrite_xen::mover::Mover;
 
     use super::*;
+
+    #[test]
+    fn parents_of_a_storage_managers_volumes_are_volumes_and_those_of_files_are_not() {
+        let own = vec![PathBuf::from("/a")];
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(parent_folders(own.clone(), true, file.path()), own);
+        let Ok(mut devices) = std::fs::read_dir("/sys/block") else { return };
+        let device = devices.find_map(|device| {
+            let device = Path::new("/dev").join(device.ok()?.file_name());
+            device.exists().then_some(device)
+        });
+        let Some(device) = device else { return };
+        assert_eq!(parent_folders(own.clone(), true, &device), ["/a", VOLUMES].map(PathBuf::from));
+        assert_eq!(parent_folders(own.clone(), false, &device), own);
+    }
 
     #[test]
     fn what_a_worker_was_told_is_what_its_settings_are() {

@@ -111,4 +111,17 @@ pub struct TapStatistics {
     /// Whether its second disk lacks writes.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub mirror_failed: bool,
+    /// The images of its chain, the leaf first. Absent if the worker did not tell.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub chain: Vec<TapImage>,
+}
+
+/// An image of a tap's chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TapImage {
+    /// Its name, as `TYPE:PATH`.
+    pub args: String,
+    /// Sectors of 512 bytes that were read from it, below the leaf, since the chain was opened. 0 for the leaf.
+    pub read_sectors: u64,
 }

@@ -224,7 +224,10 @@ fn every_type_of_a_tap_is_described_as_it_is() {
     same("TapRows", &TapRows { taps: vec![row], disks: Some(Vec::new()) });
     let (sectors, errors, in_flight) = ([1, 1 << 40], [2, 3], 4);
     let (is_paused, mirror_failed) = (true, true);
-    let seen = TapStatistics { args, is_paused, sectors, errors, in_flight, mirror_failed };
+    let image = TapImage { args: "vhd:/p".to_owned(), read_sectors: 1 << 40 };
+    same("TapImage", &image);
+    let chain = vec![image];
+    let seen = TapStatistics { args, is_paused, sectors, errors, in_flight, mirror_failed, chain };
     same("TapStatistics", &seen);
 }
 

@@ -2,15 +2,16 @@
 
 use std::collections::BTreeSet;
 
+use ferrite_serve::blkif::lifecycle::ChainImage;
 use ferrite_serve::counters::{snapshot, stats_file};
 
 use super::verbs::worker;
 use super::{Attached, is_paused, marked};
-use crate::control::protocol::{TapRow, TapStatistics};
+use crate::control::protocol::{TapImage, TapRow, TapStatistics};
 use crate::follow::Follower;
-use crate::params::Image;
+use crate::params::{Format, Image};
 use crate::state::DiskId;
-use crate::{Failure, Shared};
+use crate::{Failure, Shared, asking};
 
 /// tapdisk's bits of a tap's state.
 const CLOSED: u32 = 0x2;
@@ -85,6 +86,12 @@ fn args(image: &Image) -> String {
     format!("{}:{}", image.format.tapdisk_word(), image.path.to_string_lossy())
 }
 
+fn tap_image(image: ChainImage) -> TapImage {
+    let ChainImage { format, path, read_sectors } = image;
+    let word = if format == Format::Raw.word() { Format::Raw.tapdisk_word() } else { &format };
+    TapImage { args: format!("{word}:{path}"), read_sectors }
+}
+
 /// The counters of an attached tap.
 ///
 /// # Errors
@@ -105,9 +112,15 @@ pub(crate) fn statistics(shared: &Shared, minor: u32) -> Result<TapStatistics, F
         })
     };
     let (reads, writes) = (sectors(|seen| &seen.reads), sectors(|seen| &seen.writes));
+    let is_paused = row.state.is_some_and(|state| state & PAUSED == PAUSED);
+    let chain = match row.args.is_some() && !is_paused {
+        true => asking::chain_of(shared, id).unwrap_or_default(),
+        false => Vec::new(),
+    };
     Ok(TapStatistics {
+        chain: chain.into_iter().map(tap_image).collect(),
         args: row.args,
-        is_paused: row.state.is_some_and(|state| state & PAUSED == PAUSED),
+        is_paused,
         sectors: [reads.0, writes.0],
         errors: [reads.1, writes.1],
         in_flight: reads.2 + writes.2,

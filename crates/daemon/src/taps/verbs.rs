@@ -341,10 +341,11 @@ pub(crate) fn detach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapErr
     Ok(())
 }
 
-/// Replaces the program of the processes of taps that are not open. Those of open ones go on as
+/// Replaces the program of the processes of taps that are not open, and of those without a tap. Those of open ones go on as
 /// disks do.
 pub(crate) fn upgrade_idle(shared: &Shared, binary: &Path) -> Vec<(DiskId, Result<(), Failure>)> {
     let _one = shared.taps.change();
+    shared.serving.upgrade_spares(binary);
     let attached: Vec<DiskId> =
         shared.taps.lock().keys().map(|minor| DiskId::tap(*minor)).collect();
     let is_idle = |id: &DiskId| {

@@ -329,13 +329,15 @@ fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
     let image = host.make_image("a.img", 4 * MIB);
     let named = format!("aio:{}", image.display());
     let (idle, open) = (Tap::attach(&host), Tap::open(&host, &named));
+    let spare: TapDone = host.call("tap.spawn", &json!({})).unwrap();
+    let spare = spare.pid.unwrap();
     let program = host.dir.path().join("next");
     std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let done: Upgraded = host.call("upgrade", &json!({ "binary": program })).unwrap();
     let ids: Vec<u32> = done.upgraded.iter().map(|id| id.devid).collect();
     assert_eq!((ids, done.failed), (vec![idle.minor, open.minor], vec![]));
-    for tap in [idle, open] {
-        assert_eq!(std::fs::read_link(format!("/proc/{}/exe", tap.pid)).unwrap(), program);
+    for pid in [idle.pid, open.pid, spare] {
+        assert_eq!(std::fs::read_link(format!("/proc/{pid}/exe")).unwrap(), program);
     }
     open.end(&host);
     idle.call(&host, "open", Some(&named)).unwrap();

@@ -30,7 +30,7 @@ fn both_plug_ins_describe_themselves_and_have_the_programs_that_xapi_looks_for()
         assert_eq!(query["required_cluster_stack"], json!([]));
         let (features, configuration) = match folder {
             DATAPATH => (json!([]), json!([])),
-            _ => (json!(["THIN_PROVISIONING"]), json!(["format", "path"])),
+            _ => (json!(["THIN_PROVISIONING"]), json!(["coalesce", "format", "path"])),
         };
         let keys: Vec<_> = query["configuration"].as_object().unwrap().keys().collect();
         assert_eq!((&query["features"], json!(keys)), (&features, configuration));
@@ -175,11 +175,9 @@ fn calls_at_once_lose_nothing() {
 fn snapshots_and_clones_read_as_the_volume_did_and_what_stands_below_goes_with_the_last() {
     for format in ["vhd", "qcow2"] {
         let host = Host::new();
-        let mut params = sr_params(&json!({ "path": host.images(), "format": format }));
-        let configuration = host.volume("SR.create", params.clone()).unwrap();
-        params = json!({ "configuration": configuration });
-        let sr = host.volume("SR.attach", params).unwrap().as_str().unwrap().to_owned();
-        let repository = Repository { host: &host, sr };
+        let path = host.images();
+        let repository =
+            host.repository_of(&json!({ "path": path, "format": format, "coalesce": "false" }));
         let disk = repository.create("web", 4 * MIB);
         assert!(disk.ends_with(format), "{disk}");
         repository.call("Volume.set", json!({ "key": disk, "k": "a", "v": "b" })).unwrap();

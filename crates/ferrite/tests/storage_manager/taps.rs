@@ -15,6 +15,55 @@ use ferrite_testkit::{images, wait_until};
 use crate::tapped::{Daemon, MIB, is_alive, read, write};
 
 #[test]
+fn stats_name_all_images_of_a_chain_and_what_was_read_from_each() {
+    let daemon = Daemon::new();
+    let base = daemon.image("chain", "vhd");
+    let folder = Path::new(&base).parent().unwrap();
+    images::write(Path::new(&base), 4096, &[1; 4096]);
+    let util = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let command = command.args(["compat", "vhd-util"]).args(args).current_dir(folder);
+        assert!(command.status().unwrap().success(), "{args:?}");
+    };
+    let name = Path::new(&base).file_name().unwrap().to_str().unwrap();
+    util(&["snapshot", "-n", "middle a.vhd", "-p", name, "-e"]);
+    util(&["snapshot", "-n", "leaf.vhd", "-p", "middle a.vhd", "-e"]);
+    let leaf = folder.join("leaf.vhd").display().to_string();
+    let middle = folder.join("middle a.vhd").display().to_string();
+    daemon.says("allocate", &format!("{}/tapdisk/tapdisk-0\n", daemon.blktap().display()));
+    let pid = daemon.spawn();
+    daemon.says(&format!("attach -p {pid} -m 0"), "");
+    daemon.says(&format!("open -p {pid} -m 0 -a vhd:{leaf}"), "");
+    let stats = || -> serde_json::Value {
+        let said = daemon.tap_ctl(&format!("stats -p {pid} -m 0")).stdout;
+        serde_json::from_slice(&said).unwrap()
+    };
+    let mut client = daemon.client(pid, 0);
+    let images = |hits: [[u64; 2]; 3]| {
+        let driver = serde_json::json!({"type": 4, "name": "vhd", "status": null});
+        let names = [&leaf, &middle, &base];
+        let image = |(name, hits)| {
+            let (name, hits): (&String, [u64; 2]) = (name, hits);
+            serde_json::json!({"name": name, "hits": hits, "fail": [0, 0], "driver": driver})
+        };
+        names.into_iter().zip(hits).map(image).collect::<serde_json::Value>()
+    };
+    assert_eq!(stats()["images"], images([[0, 0], [0, 0], [0, 0]]));
+    assert_eq!(read(&mut client), [1; 4096]);
+    assert_eq!(stats()["images"], images([[0, 0], [0, 0], [8, 0]]));
+    write(&mut client, 5);
+    assert_eq!(read(&mut client), [5; 4096]);
+    assert_eq!(stats()["images"], images([[8, 8], [0, 0], [8, 0]]));
+    daemon.says(&format!("pause -p {pid} -m 0"), "");
+    assert_eq!(stats()["images"], serde_json::json!([]));
+    daemon.says(&format!("unpause -p {pid} -m 0"), "");
+    drop(client);
+    daemon.says(&format!("close -p {pid} -m 0"), "");
+    daemon.says(&format!("detach -p {pid} -m 0"), "");
+    daemon.says("free -m 0", "");
+}
+
+#[test]
 fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
     let daemon = Daemon::new();
     let image = daemon.image("a", "vhd");

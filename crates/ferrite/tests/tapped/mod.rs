@@ -20,7 +20,15 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     pub(crate) fn new() -> Daemon {
+        Daemon::with("")
+    }
+
+    /// A daemon with this in its configuration.
+    pub(crate) fn with(configuration: &str) -> Daemon {
         let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("state");
+        let configuration = format!("state_folder = {state:?}\n{configuration}");
+        fs::write(dir.path().join("ferrite.toml"), configuration).unwrap();
         for name in ["tap-ctl", "cbt-util"] {
             symlink(env!("CARGO_BIN_EXE_ferrite"), dir.path().join(name)).unwrap();
         }
@@ -98,8 +106,6 @@ impl Daemon {
 }
 
 pub(crate) fn start(dir: &Path) -> Child {
-    fs::write(dir.join("ferrite.toml"), format!("state_folder = {:?}\n", dir.join("state")))
-        .unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
     command.args(["daemon", "--run-dir"]).arg(dir.join("run")).env_remove("RUST_LOG");
     command.arg("--config").arg(dir.join("ferrite.toml"));

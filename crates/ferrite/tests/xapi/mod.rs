@@ -81,10 +81,14 @@ impl Host {
         self.run(self.command("ferrite").args(args), "")
     }
 
-    /// Makes a repository of the folder for images, and attaches it.
+    /// Makes a repository of the folder for images, and attaches it. Its images are merged only on request.
     pub(crate) fn repository(&self) -> Repository<'_> {
-        let configuration = json!({ "path": self.images() });
-        let made = self.volume("SR.create", sr_params(&configuration)).unwrap();
+        self.repository_of(&json!({ "path": self.images(), "coalesce": "false" }))
+    }
+
+    /// Makes a repository by this configuration, and attaches it.
+    pub(crate) fn repository_of(&self, configuration: &Value) -> Repository<'_> {
+        let made = self.volume("SR.create", sr_params(configuration)).unwrap();
         let sr = self.volume("SR.attach", json!({ "configuration": made })).unwrap();
         Repository { host: self, sr: sr.as_str().unwrap().to_owned() }
     }
@@ -98,7 +102,9 @@ impl Host {
                 .collect()
         };
         let all = [of(self.images(), ""), of(self.images().join(".smapi"), ".smapi/")].concat();
-        all.into_iter().filter(|name| name != ".smapi" && name != ".smapi/lock").collect()
+        all.into_iter()
+            .filter(|name| name != ".smapi" && !name.starts_with(".smapi/lock"))
+            .collect()
     }
 }
 

@@ -12,6 +12,7 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::{
@@ -55,6 +56,8 @@ pub struct Image {
     /// The shortcut of a chain that is long enough for one.
     shortcut: Option<Shortcut>,
     parent_sync: ParentSync,
+    /// Sectors that were found in each layer below the leaf, to be read.
+    found_below: Box<[AtomicU64]>,
     /// A parent has parts that only this host's journal has; see [`recovery`].
     is_above_journal: bool,
 }
@@ -124,7 +127,8 @@ impl Image {
     fn of(layers: Vec<Layer>, shortcut: Option<Shortcut>) -> Image {
         let parent_sync = ParentSync::new(layers.len());
         let is_above_journal = layers.iter().skip(1).any(|parent| !parent.recovered().is_empty());
-        Image { layers: layers.into(), shortcut, parent_sync, is_above_journal }
+        let found_below = layers.iter().skip(1).map(|_| AtomicU64::new(0)).collect();
+        Image { layers: layers.into(), shortcut, parent_sync, found_below, is_above_journal }
     }
 
     /// Closes the parents, and returns the leaf.
@@ -187,12 +191,24 @@ impl Image {
             Mapping::Backing { len } => len,
         };
         let page = offset / PAGE_BYTES;
-        match &self.shortcut {
+        let extent = match &self.shortcut {
             Some(shortcut) if (offset + len - 1) / PAGE_BYTES == page => {
                 self.map_page(shortcut, page, offset, len)
             }
             _ => self.below_leaf().map(offset, len),
+        };
+        if let Extent::Data { file, len, .. } = extent
+            && let Some(found) = self.found_below.get(file.wrapping_sub(1))
+        {
+            found.fetch_add(len.div_ceil(SECTOR_BYTES), Ordering::Relaxed);
         }
+        extent
+    }
+
+    /// Sectors that [`map`](Self::map) has found in each layer below the leaf since the image was opened, the leaf's parent
+    /// first. What is unpacked does not count.
+    pub fn found_below(&self) -> impl Iterator<Item = u64> + '_ {
+        self.found_below.iter().map(|found| found.load(Ordering::Relaxed))
     }
 
     /// The answer of the layers below the leaf for a range within a page.

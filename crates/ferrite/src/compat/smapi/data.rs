@@ -16,6 +16,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::disks::Disks;
+use super::uri::Image;
+use super::volume_folder::Folder;
 use super::{Call, Fault, Kind, files};
 use crate::disk::{ANSWER, call as ask};
 
@@ -101,6 +103,8 @@ fn tap(run: &Path, uri: &str) -> Result<DiskId, Fault> {
 }
 
 fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
+    // A merge of its images is a job of the disk, too.
+    let _still = Image::parse(&asked.uri).and_then(|image| Folder::hold(&image.path()))?;
     let disk = tap(run, &asked.uri)?;
     let (target, switch, resume, compare) = (asked.remote.clone(), false, false, false);
     let params = MirrorParams { disk, target, switch, resume, compare, speed: None };
@@ -115,6 +119,7 @@ fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
 }
 
 fn copy(run: &Path, asked: &CopyParams) -> Result<Value, Fault> {
+    let _still = Image::parse(&asked.of.uri).and_then(|image| Folder::hold(&image.path()))?;
     let disk = tap(run, &asked.of.uri)?;
     let is_it = |job: &Job| job.to.as_ref() == Some(&asked.of.remote);
     if let Some(job) = running(run, disk)?.filter(is_it) {

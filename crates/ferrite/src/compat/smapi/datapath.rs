@@ -7,15 +7,17 @@
 use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, symlink};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::collect;
 use super::disks::{Disk, Disks, Held, id_of};
 use super::files;
 use super::taps::{Close, Row, Tap, TapCtl, Taps};
 use super::uri::{Image, SCHEME};
+use super::volume_folder::Folder;
 use super::{Call, Fault, Kind, Query, json as as_json};
 
 /// The folder of the links that lead to the sockets of these taps, in the folder of the sockets.
@@ -41,7 +43,8 @@ struct DomainParams {
 /// Carries out a call.
 pub(super) fn answer(call: &Call) -> Result<Value, Fault> {
     let taps = TapCtl { run_dir: &call.run_dir };
-    let datapath = Datapath { taps: &taps, disks: Disks::of(&call.run_dir) };
+    let datapath =
+        Datapath { taps: &taps, disks: Disks::of(&call.run_dir), run_dir: &call.run_dir };
     match call.name.to_ascii_lowercase().as_str() {
         "plugin.query" => query(),
         "datapath.open" => open(call.params()?),
@@ -88,6 +91,7 @@ enum Access {
 struct Datapath<'a> {
     taps: &'a dyn Taps,
     disks: Disks,
+    run_dir: &'a Path,
 }
 
 impl Datapath<'_> {
@@ -213,6 +217,8 @@ impl Datapath<'_> {
             );
             return Err(Fault::new(Kind::Invalid, text));
         };
+        // Images at rest may be merged at this moment.
+        let _still = Folder::hold(&image.path())?;
         let tap = self.tap(&held, &mut disk, &image)?;
         let row = self.row(tap)?;
         let mut is_open = row.as_ref().is_some_and(Row::is_open);
@@ -251,7 +257,13 @@ impl Datapath<'_> {
         let mut active = disk.active.clone();
         active.remove(&params.domain);
         if active.is_empty() {
+            // The daemon may merge images of the disk.
+            let still = Image::parse(&disk.uri).and_then(|image| Folder::hold(&image.path()))?;
             self.close(&disk)?;
+            if let Some((folder, lock)) = still {
+                drop(lock);
+                collect::begin(&folder, self.run_dir);
+            }
         }
         if active != disk.active {
             disk.active = active;

@@ -63,6 +63,13 @@ pub(super) enum Wait {
     Never,
 }
 
+/// A file of this name, which is locked for us and others that share it.
+pub(super) fn lock_shared(path: &Path) -> io::Result<OwnedFd> {
+    let lock = File::options().create(true).append(true).mode(0o600).open(path)?;
+    flock(&lock, FlockOperation::LockShared)?;
+    Ok(lock.into())
+}
+
 /// A file of this name, which is locked for us alone. Its owner may remove the name, and releases the lock afterwards.
 pub(super) fn lock(path: &Path, wait: Wait) -> io::Result<OwnedFd> {
     let how = match wait {

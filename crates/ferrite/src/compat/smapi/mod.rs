@@ -19,6 +19,7 @@ use super::Tool;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
+mod collect;
 mod data;
 mod datapath;
 mod disks;
@@ -202,6 +203,9 @@ fn arguments(args: Vec<OsString>) -> Result<(String, PathBuf), lexopt::Error> {
 
 /// The whole program. `args` begin with the program's name.
 pub(super) fn main(tool: Tool, args: Vec<OsString>) -> ExitCode {
+    if tool == Tool::SmapiVolume && args.get(1).is_some_and(|name| name == collect::CALL) {
+        return collect(args);
+    }
     let done = Call::read(args).and_then(|call| match tool {
         Tool::SmapiVolume => volume::answer(&call),
         _ => datapath::answer(&call),
@@ -213,6 +217,21 @@ pub(super) fn main(tool: Tool, args: Vec<OsString>) -> ExitCode {
     match writeln!(io::stdout(), "{text}") {
         Ok(()) => code,
         Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// The process that merges images: `SR.coalesce --run-dir DIR FOLDER`.
+fn collect(args: Vec<OsString>) -> ExitCode {
+    let [_, _, _, run_dir, folder] = args.as_slice() else { return ExitCode::FAILURE };
+    match collect::run(folder.as_ref(), run_dir.as_ref()) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(fault) => {
+            eprintln!("{}", one_line(&fault.text));
+            if let Ok(folder) = volume_folder::Folder::at(folder.as_ref()) {
+                folder.note(&fault.text);
+            }
+            ExitCode::FAILURE
+        }
     }
 }
 

@@ -7,8 +7,9 @@ use ferrite_disk::Format;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::collect;
 use super::taps::TapCtl;
-use super::volume_folder::{Folder, Record, Repository, new_uuid};
+use super::volume_folder::{Folder, Record, Repository, is_of_job, new_uuid};
 use super::volume_images::{Images, new_key, room};
 use super::{Call, Fault, Kind, Query, json as as_json};
 
@@ -21,6 +22,7 @@ const MAX_VHD: u64 = 2040 << 30;
 /// The keys of a repository's configuration.
 const PATH: &str = "path";
 const FORMAT: &str = "format";
+const COALESCE: &str = "coalesce";
 const SR_UUID: &str = "sr_uuid";
 
 type Configuration = BTreeMap<String, String>;
@@ -128,7 +130,7 @@ pub(super) fn answer(call: &Call) -> Result<Value, Fault> {
         "plugin.diagnostics" => as_json(format!("ferrite {}", env!("CARGO_PKG_VERSION"))),
         "sr.probe" => probe(&call.params()?),
         "sr.create" => create_repository(call.params()?),
-        "sr.attach" => attach(&call.params()?),
+        "sr.attach" => attach(&call.params()?, &call.run_dir),
         // Nothing is kept of an attached repository: it may even be gone.
         "sr.detach" => call.params::<SrParams>().map(|_| Value::Null),
         "sr.destroy" => plugin.destroy_repository(&call.params()?),
@@ -165,6 +167,10 @@ fn query() -> Result<Value, Fault> {
     query.configuration = BTreeMap::from([
         (PATH, "The folder of the images"),
         (FORMAT, "The format of new volumes: vhd (the default) or qcow2"),
+        (
+            COALESCE,
+            "Whether images that only one other needs are merged: true (the default) or false",
+        ),
     ]);
     as_json(query)
 }
@@ -200,13 +206,21 @@ fn create_repository(params: CreateRepository) -> Result<Value, Fault> {
         let text = format!("new volumes cannot have the format {format}; choose vhd or qcow2");
         return Err(Fault::new(Kind::Invalid, text));
     }
-    let repository = Repository { uuid: uuid.clone(), name, description, format };
+    let no_coalesce = match configuration.get(COALESCE).map(String::as_str) {
+        None | Some("true") => false,
+        Some("false") => true,
+        Some(other) => {
+            let text = format!("coalesce cannot be {other}; choose true or false");
+            return Err(Fault::new(Kind::Invalid, text));
+        }
+    };
+    let repository = Repository { uuid: uuid.clone(), name, description, format, no_coalesce };
     Folder::create(path(&configuration)?, repository)?;
     configuration.insert(SR_UUID.to_owned(), uuid);
     as_json(configuration)
 }
 
-fn attach(params: &ConfigurationParams) -> Result<Value, Fault> {
+fn attach(params: &ConfigurationParams, run_dir: &Path) -> Result<Value, Fault> {
     let folder = Folder::at(path(&params.configuration)?)?;
     match params.configuration.get(SR_UUID) {
         Some(uuid) if *uuid != folder.repository.uuid => {
@@ -218,7 +232,10 @@ fn attach(params: &ConfigurationParams) -> Result<Value, Fault> {
             );
             Err(Fault::new(Kind::SrDoesNotExist, text))
         }
-        _ => as_json(folder.sr()),
+        _ => {
+            collect::begin(&folder, run_dir);
+            as_json(folder.sr())
+        }
     }
 }
 
@@ -227,7 +244,7 @@ fn stat_repository(folder: &Folder) -> Result<SrStat, Fault> {
     let (free_space, total_space) = room.map_err(|e| {
         Fault::of_io(format!("cannot tell the room of {}", folder.path.display()), e)
     })?;
-    let Repository { uuid, name, description, format: _ } = folder.repository.clone();
+    let Repository { uuid, name, description, .. } = folder.repository.clone();
     Ok(SrStat {
         sr: folder.sr(),
         name,
@@ -382,7 +399,12 @@ impl Plugin<'_> {
                 images.check_unused(&params.key)?;
                 hide(folder, &params.key)?;
             }
-            images.sweep().map(|()| Value::Null)
+            images.sweep()
+        })?;
+        // Not before the lock is free.
+        self.with(&params.sr, |_, folder| {
+            collect::begin(folder, self.run_dir);
+            Ok(Value::Null)
         })
     }
 
@@ -462,7 +484,7 @@ impl Plugin<'_> {
 fn record(folder: &Folder, key: &str) -> Result<Record, Fault> {
     folder.image(key)?;
     let record = folder.record(key)?;
-    if !folder.has(key) || record.as_ref().is_some_and(|record| record.hidden) {
+    if !folder.has(key) || is_of_job(key) || record.as_ref().is_some_and(|record| record.hidden) {
         let text = format!("there is no volume {key} in {}; list them", folder.path.display());
         return Err(Fault::new(Kind::VolumeDoesNotExist, text));
     }

@@ -14,8 +14,9 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use ferrite_disk::Format;
@@ -30,6 +31,16 @@ use super::{Fault, Kind};
 const OURS: &str = ".smapi";
 const REPOSITORY: &str = "sr.json";
 const LOCK: &str = "lock";
+/// Locked, together with others, by calls that wait for [`LOCK`].
+const WAITING: &str = "lock.waiting";
+/// Locked by the process that merges images.
+const COLLECTOR: &str = "lock.coalesce";
+/// Why images were not merged.
+const NOTE: &str = "coalesce.log";
+/// Most bytes of that file.
+const MOST_NOTES: u64 = 64 << 10;
+/// Names of images that a merge of the daemon makes contain this.
+const OF_JOB: &str = ".ferrite-job-";
 /// The longest key: the name of an image, to which tools add more while they write a new one.
 const MAX_KEY: usize = 200;
 
@@ -41,6 +52,16 @@ pub(super) struct Repository {
     pub(super) description: String,
     /// The format of new volumes.
     pub(super) format: String,
+    /// Whether hidden images with a single image on them stay. Older files do not say so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) no_coalesce: bool,
+}
+
+impl Repository {
+    /// Whether hidden images with a single image on them are merged.
+    pub(super) fn coalesces(&self) -> bool {
+        !self.no_coalesce
+    }
 }
 
 /// The file of a volume.
@@ -128,11 +149,49 @@ impl Folder {
         of_folder(&self.path.display().to_string())
     }
 
-    /// Calls that change something follow each other.
+    /// Calls that change something follow each other. A merge of images is cancelled for them.
     pub(super) fn lock(&self) -> Result<OwnedFd, Fault> {
-        let path = self.path.join(OURS).join(LOCK);
-        let lock = files::lock(&path, Wait::UntilFree);
-        lock.map_err(|e| Fault::of_io(format!("cannot lock {}", path.display()), e))
+        let ours = self.path.join(OURS);
+        let waits = files::lock_shared(&ours.join(WAITING));
+        let lock = waits.and_then(|_waits| files::lock(&ours.join(LOCK), Wait::UntilFree));
+        lock.map_err(|e| Fault::of_io(format!("cannot lock {}", self.path.display()), e))
+    }
+
+    /// Whether another call waits for the lock.
+    pub(super) fn is_awaited(&self) -> bool {
+        files::lock(&self.path.join(OURS).join(WAITING), Wait::Never).is_err()
+    }
+
+    /// The lock of the process that merges images. `None`: there is one.
+    pub(super) fn collector(&self) -> Result<Option<OwnedFd>, Fault> {
+        let path = self.path.join(OURS).join(COLLECTOR);
+        match files::lock(&path, Wait::Never) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            lock => lock
+                .map(Some)
+                .map_err(|e| Fault::of_io(format!("cannot lock {}", path.display()), e)),
+        }
+    }
+
+    /// Notes why images were not merged. Nobody waits for the process that does it.
+    pub(super) fn note(&self, text: &str) {
+        let path = self.path.join(OURS).join(NOTE);
+        if path.metadata().is_ok_and(|file| file.len() > MOST_NOTES) {
+            let _ = fs::remove_file(&path);
+        }
+        let file = fs::File::options().create(true).append(true).mode(0o600).open(&path);
+        // The file system may be full. The next process tries the merge again.
+        let _ = file.and_then(|mut file| writeln!(file, "{}", crate::plain::one_line(text)));
+    }
+
+    /// Has no images of the repository in this image's folder merged while the lock is held. `None`: it is no repository.
+    pub(super) fn hold(image: &Path) -> Result<Option<(Folder, OwnedFd)>, Fault> {
+        let Some(folder) = image.parent().filter(|folder| folder.join(OURS).is_dir()) else {
+            return Ok(None);
+        };
+        let Some(folder) = Folder::find(folder)? else { return Ok(None) };
+        let lock = folder.lock()?;
+        Ok(Some((folder, lock)))
     }
 
     pub(super) fn save(&self) -> Result<(), Fault> {
@@ -260,6 +319,11 @@ fn format_of(key: &str) -> Option<Format> {
     let is_name = !key.starts_with('.') && !key.contains('/') && !key.contains(char::is_control);
     let format = Format::of_path(Path::new(key));
     (is_name && key.len() <= MAX_KEY && format != Format::Raw).then_some(format)
+}
+
+/// Whether the image was made by a merge of the daemon, and is below a volume.
+pub(super) fn is_of_job(key: &str) -> bool {
+    key.contains(OF_JOB)
 }
 
 /// Whether this is the name of a volume's file that is being written.

@@ -18,13 +18,15 @@ use ferrite_io::engines::EngineChoice;
 use super::taps::{Row, Tap, Taps};
 use super::uri::Image;
 use super::volume_folder::{Folder, Record, new_uuid};
-use super::{Fault, Kind, files};
+use super::{Fault, Kind, collect, files};
 use crate::image::{ENTRIES, allow_many_files, state_dir};
 use crate::parents::ParentsArgs;
 use crate::serve::{IMAGES, RUN_DIR};
 
 /// The bits of a mode by which an image must not be written.
 const WRITERS: u32 = 0o222;
+/// The bit of the one who has it.
+const OWNER: u32 = 0o200;
 /// The name of an image's list of children in other folders has this suffix.
 const CHILDREN_ELSEWHERE: &str = ".ferrite-children";
 /// The name of an image that is being written has this suffix.
@@ -32,7 +34,7 @@ const UNFINISHED: &str = ".ferrite-new";
 
 /// Whether an image that is in use may be read: what is read may be stale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Look {
+pub(super) enum Look {
     Locked,
     Unlocked,
 }
@@ -45,7 +47,7 @@ pub(super) struct Images<'a> {
 }
 
 impl Images<'_> {
-    fn tools(&self, look: Look) -> Result<ImageTools<'static>, Fault> {
+    pub(super) fn tools(&self, look: Look) -> Result<ImageTools<'static>, Fault> {
         allow_many_files();
         let own = self.run_dir.join(IMAGES);
         let state_dir = match self.run_dir == Path::new(RUN_DIR) {
@@ -63,7 +65,7 @@ impl Images<'_> {
         })
     }
 
-    fn name(&self, key: &str) -> Result<(Image, ImageName), Fault> {
+    pub(super) fn name(&self, key: &str) -> Result<(Image, ImageName), Fault> {
         let image = self.folder.image(key)?;
         let name = ImageName { format: image.format, path: image.path() };
         Ok((image, name))
@@ -92,16 +94,23 @@ impl Images<'_> {
 
     /// The mode of an image says that nobody writes it.
     pub(super) fn protect(&self, key: &str) -> Result<(), Fault> {
+        self.set_protected(key, true)
+    }
+
+    /// Whether the mode of an image says that nobody writes it.
+    pub(super) fn set_protected(&self, key: &str, protected: bool) -> Result<(), Fault> {
         let path = self.folder.path.join(key);
         let protected = fs::metadata(&path).and_then(|there| {
-            let mode = there.mode() & 0o7777 & !WRITERS;
+            let mode = there.mode() & 0o7777;
+            let mode = if protected { mode & !WRITERS } else { mode | OWNER };
             fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
             fs::File::open(&path)?.sync_all()
         });
-        protected.map_err(|e| Fault::of_io(format!("cannot make {} read-only", path.display()), e))
+        protected
+            .map_err(|e| Fault::of_io(format!("cannot change the mode of {}", path.display()), e))
     }
 
-    fn is_protected(&self, key: &str) -> bool {
+    pub(super) fn is_protected(&self, key: &str) -> bool {
         let there = fs::metadata(self.folder.path.join(key));
         there.is_ok_and(|there| there.mode() & WRITERS == 0)
     }
@@ -183,6 +192,16 @@ impl Images<'_> {
         Ok(rows.iter().filter(is_open).filter_map(Row::tap).collect())
     }
 
+    /// The minors of taps that have images of this folder open, and the images' keys.
+    pub(super) fn open_leaves(&self) -> Result<Vec<(u32, String)>, Fault> {
+        let rows = match self.taps.list() {
+            Err(e) if e.is_no_daemon() => Vec::new(),
+            rows => rows?,
+        };
+        let leaf = |row: &Row| Some((row.minor?, self.key_of(Path::new(row.path()?))?));
+        Ok(rows.iter().filter(|row| row.is_open()).filter_map(leaf).collect())
+    }
+
     /// Changes an image while its taps are paused. They go on with the image of that name, changed or not. A tap that a
     /// death of this process leaves paused goes on after the next such change, or the next activate.
     fn paused(
@@ -191,6 +210,7 @@ impl Images<'_> {
         taps: &[Tap],
         change: impl FnOnce() -> Result<(), Fault>,
     ) -> Result<(), Fault> {
+        taps.iter().try_for_each(|tap| collect::end_jobs(self.run_dir, tap.minor))?;
         let paused = taps.iter().try_for_each(|tap| self.taps.pause(*tap));
         let changed = paused.map_err(Fault::from).and_then(|()| change());
         for tap in taps {
@@ -243,14 +263,19 @@ impl Images<'_> {
         self.folder.remove_record(key)
     }
 
-    fn has_children(&self, key: &str, parents: &BTreeMap<String, String>) -> bool {
+    /// Whether images of other folders stand on it.
+    pub(super) fn has_children_elsewhere(&self, key: &str) -> bool {
         let elsewhere = self.folder.path.join(format!("{key}{CHILDREN_ELSEWHERE}"));
-        elsewhere.symlink_metadata().is_ok() || parents.values().any(|parent| parent == key)
+        elsewhere.symlink_metadata().is_ok()
+    }
+
+    fn has_children(&self, key: &str, parents: &BTreeMap<String, String>) -> bool {
+        self.has_children_elsewhere(key) || parents.values().any(|parent| parent == key)
     }
 
     /// The parent in this folder of each image that has one. `None`: an image that is in use as a volume cannot be read,
     /// and may stand on any.
-    fn parents(
+    pub(super) fn parents(
         &self,
         keys: &[String],
         hidden: &BTreeSet<String>,

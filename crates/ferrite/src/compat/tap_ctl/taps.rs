@@ -152,19 +152,25 @@ pub(super) fn stats(daemon: &Daemon, (_, minor): (u32, u32)) -> Result<(), Refus
     Ok(())
 }
 
+/// An image as tapdisk describes it. What is not read from a parent is the leaf's.
+fn image(args: &str, hits: [u64; 2], fail: [u64; 2]) -> Option<Value> {
+    let (kind, path) = args.split_once(':')?;
+    let number = TYPES.iter().find(|(name, _)| *name == kind).map(|(_, number)| number);
+    let driver = json!({ "type": number, "name": kind, "status": null });
+    Some(json!({ "name": path, "hits": hits, "fail": fail, "driver": driver }))
+}
+
 fn statistics(seen: &TapStatistics) -> Value {
-    let image = seen.args.as_deref().and_then(|args| args.split_once(':'));
-    let images: Vec<Value> = match (image, seen.is_paused) {
-        (Some((kind, path)), false) => {
-            let number = TYPES.iter().find(|(name, _)| *name == kind).map(|(_, number)| number);
-            vec![json!({
-                "name": path,
-                "hits": seen.sectors,
-                "fail": seen.errors,
-                "driver": { "type": number, "name": kind, "status": null },
-            })]
-        }
-        _ => Vec::new(),
+    let parents = seen.chain.get(1..).unwrap_or_default();
+    let below = parents.iter().fold(0u64, |sum, image| sum.saturating_add(image.read_sectors));
+    let [reads, writes] = seen.sectors;
+    let leaf = seen.args.as_deref().filter(|_| !seen.is_paused);
+    let leaf =
+        leaf.and_then(|args| image(args, [reads.saturating_sub(below), writes], seen.errors));
+    let parents = parents.iter().filter_map(|of| image(&of.args, [of.read_sectors, 0], [0, 0]));
+    let images: Vec<Value> = match leaf {
+        Some(leaf) => std::iter::once(leaf).chain(parents).collect(),
+        None => Vec::new(),
     };
     json!({
         "name": seen.args.as_deref().unwrap_or("(null)"),

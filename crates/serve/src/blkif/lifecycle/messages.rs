@@ -7,6 +7,7 @@ use std::time::Duration;
 use ferrite_host::frames::UnknownVersion;
 use serde::{Deserialize, Serialize};
 
+use super::chain::ChainImage;
 use super::error::ServeError;
 use super::in_use::{ImageOrder, ImageReply};
 use super::tune::Tune;
@@ -47,6 +48,8 @@ pub(super) enum Order {
     Image(ImageOrder),
     /// Change the open volume of a store, or tell its size. Reply: [`Volume`](Reply::Volume).
     Volume(VolumeOrder),
+    /// Tell the images of the open chain. Reply: [`Chain`](Reply::Chain).
+    Chain,
     /// Write to the medium what no flush has requested, as no guest is connected.
     Save,
     /// Read the medium's size. Reply: [`Size`](Reply::Size).
@@ -102,6 +105,8 @@ pub(super) enum Reply {
     Image(ImageReply),
     /// The volume was changed, or not.
     Volume(VolumeReply),
+    /// The images of the chain, the leaf first.
+    Chain(Vec<ChainImage>),
 }
 
 /// Why an order was not carried out.

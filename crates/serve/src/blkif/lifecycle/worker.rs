@@ -14,6 +14,7 @@ use ferrite_host::frames::{Frame, NBD_CLIENT};
 use ferrite_host::names;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 
+use super::chain;
 use super::closing::{self, Closing};
 use super::config::WorkConfig;
 use super::connected::{ConnectedFrontend, ConnectionContext, EngineFactory};
@@ -408,6 +409,7 @@ impl WorkerHandle for Worker<'_> {
                 let ConnectionContext { device, engine, .. } = &self.context;
                 return Ok(Reply::Volume(volume::carry_out(device, engine, &order)));
             }
+            Order::Chain => return Ok(Reply::Chain(chain::images(&self.context.device))),
             Order::Save => {
                 // No frontend is connected that could want a predecessor's requests.
                 if self.attached.is_none() {

@@ -7,7 +7,7 @@ use super::*;
 /// The plug-in on the model.
 impl Model {
     fn datapath(&self) -> Datapath<'_> {
-        Datapath { taps: self, disks: Disks::of(self.dir.path()) }
+        Datapath { taps: self, disks: Disks::of(self.dir.path()), run_dir: self.dir.path() }
     }
 
     fn call(&self, name: &str, domain: &str) -> Result<Value, Fault> {

@@ -115,6 +115,7 @@ impl WorkerProcess<'_> {
             // The other host writes to it.
             Order::Image(_) => return Ok(Some(Reply::Image(ImageReply::NotMine))),
             Order::Volume(_) => return Ok(Some(Reply::Volume(VolumeReply::not_open()))),
+            Order::Chain => return Ok(Some(Reply::Chain(Vec::new()))),
             // No guest was connected, and the image is closed.
             Order::Guest(_)
             | Order::Detach

@@ -14,6 +14,7 @@ use ferrite_xen::hypervisor::DomId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use super::super::chain::ChainImage;
 use super::super::error::ServeError;
 use super::super::in_use::{ImageOrder, ImageReply};
 use super::super::messages::{Failure, Order, Reply, Report};
@@ -358,6 +359,18 @@ pub fn ask_of_volume(
     }
 }
 
+/// Has a worker tell the images of the chain that it has open, the leaf first; none if there is no chain. As with
+/// [`ask_of_image`], all states have to be read again afterwards.
+///
+/// # Errors
+/// As [`ask_of_image`].
+pub fn ask_of_chain(line: BorrowedFd<'_>, stop: &Waker) -> Result<Vec<ChainImage>, ServeError> {
+    match Line::new(line, stop).request(RequestKind::Order(Order::Chain))? {
+        Reply::Chain(images) => Ok(images),
+        reply => Err(ServeError::WorkerLost(format!("it replied {reply:.60?} to a question"))),
+    }
+}
+
 /// On the second line: has a worker remove this guest, whose disk is gone. A guest that the worker
 /// does not have counts as removed.
 ///
@@ -396,15 +409,24 @@ fn limit_reply(result: &mut Result<Reply, Failure>) {
         }
         Ok(Reply::Volume(VolumeReply::Done(_))) => {}
         Ok(Reply::Image(ImageReply::Facts(facts))) => {
-            let of_a_path =
-                |path: &String| path.len() <= PATH_BYTES && !path.contains(char::is_control);
-            facts.parent = facts.parent.take().filter(of_a_path);
+            facts.parent = facts.parent.take().filter(|path| is_path(path));
+        }
+        // A chain ends where one of its names cannot be told.
+        Ok(Reply::Chain(images)) => {
+            let is_plain = |image: &ChainImage| {
+                is_path(&image.path) && image.format.bytes().all(|b| b.is_ascii_alphanumeric())
+            };
+            images.truncate(images.iter().take_while(|image| is_plain(image)).count());
         }
         Ok(
             Reply::Done | Reply::Facts(_) | Reply::Size { .. } | Reply::Image(ImageReply::NotMine),
         ) => {}
         Err(failure) => limit_failure(failure),
     }
+}
+
+fn is_path(path: &str) -> bool {
+    path.len() <= PATH_BYTES && !path.contains(char::is_control)
 }
 
 fn limit_report(report: &mut Report) {

@@ -487,6 +487,7 @@ impl<'a> WorkerProcess<'a> {
             // The tool may change the file itself, once it is unlocked.
             Order::Image(_) if served.closed => return Ok(Reply::Image(ImageReply::NotMine)),
             Order::Volume(_) if served.closed => return Ok(Reply::Volume(VolumeReply::not_open())),
+            Order::Chain if served.closed => return Ok(Reply::Chain(Vec::new())),
             Order::Close if closes => served.closed = true,
             Order::CheckSize => served.listens = true,
             _ => {}
