@@ -449,7 +449,7 @@ impl Serving for Keepers {
         self.give_spare(pid, disk)
     }
 
-    fn empty(&self, disk: DiskId) -> Result<(), Failure> {
+    fn empty(&self, disk: DiskId) -> Result<Option<u32>, Failure> {
         self.empty_keeper(disk)
     }
 

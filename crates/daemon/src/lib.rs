@@ -164,12 +164,13 @@ pub trait Serving: Send + Sync {
         Ok(false)
     }
 
-    /// Takes the image from the keeper of a tap whose worker has closed it.
+    /// Takes the image from the keeper of a tap whose worker has closed it. Returns the process number of the tap's
+    /// keeper if another process keeps it from here on.
     ///
     /// # Errors
     /// The image is closed, and the next worker may open it.
-    fn empty(&self, _: DiskId) -> Result<(), Failure> {
-        Ok(())
+    fn empty(&self, _: DiskId) -> Result<Option<u32>, Failure> {
+        Ok(None)
     }
 
     /// Hands a client that is none of NBD to the worker of a disk, with its descriptors.

@@ -21,6 +21,9 @@ use crate::plain::one_line;
 /// Time for an answer of the daemon, which may wait for the other host's.
 const ANSWER: Duration = Duration::from_secs(150);
 
+/// Time for the copies of parents: no limit that anyone reaches.
+const COPIES: Duration = Duration::from_secs(30 * 24 * 3600);
+
 /// The help after the options.
 pub(crate) const HELP: &str = "Both daemons need [migration] in ferrite.toml: certificates, and the receiver listen and \
     folder. The steps are commands of their own, for toolstacks: prepare (the other host makes an image), run (copies, and \
@@ -51,6 +54,11 @@ pub(crate) struct MigrateArgs {
     #[arg(long, value_name = "IMAGE")]
     base: Option<String>,
 
+    /// Copy the parents of the disk first, down to the one that the other host has as --base, or all. The image there
+    /// stands on these copies.
+    #[arg(long)]
+    chain: bool,
+
     /// Copy at most so many bytes a second, such as 50M; writes of the guest are not limited.
     #[arg(long, value_name = "BYTES_PER_S")]
     speed: Option<Speed>,
@@ -79,6 +87,9 @@ enum MigrateCommand {
         /// The image there that the new one stands on: one of its bases (ferrite.toml).
         #[arg(long, value_name = "IMAGE")]
         base: Option<String>,
+        /// Copy the parents of the disk first, down to that base, or all. It waits for these copies.
+        #[arg(long)]
+        chain: bool,
         #[command(flatten)]
         output: OutputArgs,
     },
@@ -140,8 +151,8 @@ struct OneArgs {
 pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
     match &args.command {
         None => all(args),
-        Some(MigrateCommand::Prepare { disk, host, name, base, output }) => {
-            let made = prepare(&disk.disk, host, (name, base), output)?;
+        Some(MigrateCommand::Prepare { disk, host, name, base, chain, output }) => {
+            let made = prepare(&disk.disk, host, (name, base, *chain), output)?;
             say(output, &made)
         }
         Some(MigrateCommand::Run { disk, speed, background, output }) => {
@@ -182,7 +193,7 @@ fn all(args: &MigrateArgs) -> Result<(), Failure> {
         let failure = Failure::new("cannot migrate", "no disk and host are named", help);
         return Err(failure.with_code(Code::USAGE));
     };
-    let made = prepare(disk, host, (&args.name, &args.base), &args.output)?;
+    let made = prepare(disk, host, (&args.name, &args.base, args.chain), &args.output)?;
     let asked = MigrateRunParams { disk: id(disk.find()?), speed: args.speed.and_then(|s| s.0) };
     let run = &args.output.places.run_dir;
     let done = start(disk, &asked, &args.output).and_then(|job| {
@@ -205,13 +216,14 @@ fn all(args: &MigrateArgs) -> Result<(), Failure> {
 fn prepare(
     disk: &GuestDisk,
     host: &str,
-    (name, base): (&Option<String>, &Option<String>),
+    (name, base, chain): (&Option<String>, &Option<String>, bool),
     output: &OutputArgs,
 ) -> Result<Migration, Failure> {
     let disk = disk.find()?;
     let (host, name, base) = (host.to_owned(), name.clone(), base.clone());
-    let asked = MigratePrepareParams { disk: id(disk), host, name, base };
-    call(&output.places.run_dir, "migrate.prepare", &asked, ANSWER)
+    let asked = MigratePrepareParams { disk: id(disk), host, name, base, chain };
+    let within = if chain { COPIES } else { ANSWER };
+    call(&output.places.run_dir, "migrate.prepare", &asked, within)
         .map_err(|e| of_disk("cannot migrate disk", disk, &e))
 }
 

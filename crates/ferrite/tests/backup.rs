@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use ferrite_testkit::wait_until;
 use images::{MIB, Place, json, qemu_img};
 
 /// A disk with a chain of three backups in the folder `b`: `one`, `two`, `three`. After each the disk was copied to
@@ -204,6 +205,29 @@ fn a_backup_that_is_killed_anywhere_loses_no_change() {
     place.backup_ok(&["create", "disk.qcow2", "b"]);
     place.backup_ok(&["verify", "b"]);
     place.backup_ok(&["restore", "b", "x.img", "--force"]);
+    place.ok(&["compare", "x.img", "disk.qcow2"]);
+}
+
+/// The data of a backup get their name by a second one, and lose the first: it may be killed between the two.
+#[test]
+fn a_backup_whose_data_have_both_names_is_continued() {
+    let place = Place::new();
+    place.pattern("begin.img", 96 * MIB, &[(0, 80 * MIB)]);
+    place.ok(&["convert", "begin.img", "disk.qcow2"]);
+    let mut command = place.command_of("backup", &["create", "disk.qcow2", "b", "--name", "one"]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    // The unfinished manifest comes when the file of the data is there.
+    let [unfinished, partial, data] =
+        ["b/one.json.partial", "b/one.qcow2.partial", "b/one.qcow2"].map(|name| place.path(name));
+    wait_until("an unfinished backup", || Path::new(&unfinished).exists());
+    child.kill().unwrap();
+    assert!(!child.wait().unwrap().success(), "it was done before it was killed");
+    fs::hard_link(&partial, &data).unwrap();
+    let done = json(&place.backup_ok(&["create", "disk.qcow2", "b", "--json"]));
+    assert!(done["name"] == "one" && done["resumed"] == true, "{done}");
+    assert!(!Path::new(&partial).exists() && !Path::new(&unfinished).exists());
+    place.backup_ok(&["verify", "b"]);
+    place.backup_ok(&["restore", "b", "x.img"]);
     place.ok(&["compare", "x.img", "disk.qcow2"]);
 }
 

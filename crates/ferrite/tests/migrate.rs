@@ -15,7 +15,7 @@ use std::fs;
 use std::process::Command;
 
 use ferrite_daemon::Step;
-use ferrite_daemon::control::protocol::{Details, Holder, PhaseName};
+use ferrite_daemon::control::protocol::{Details, Holder, Migration, PhaseName};
 use ferrite_testkit::programs::peer;
 use ferrite_testkit::wait_until;
 use live::Lab;
@@ -126,6 +126,86 @@ fn a_disk_that_moves_onto_a_base_of_the_other_host_stays_as_thin_as_it_was() {
     let info: serde_json::Value = serde_json::from_str(&info).unwrap();
     assert_eq!(info["chain"].as_array().unwrap().len(), 2, "{info}");
     assert_eq!(lab.layer_of_the_bases_own(&there.image("web1.qcow2")), 1);
+}
+
+/// The names of an image's chain, the leaf first.
+fn chain_of(lab: &Lab, image: &str) -> Vec<String> {
+    let info = lab.does(&["image", "info", "--json", image]);
+    let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+    let name = |of: &serde_json::Value| {
+        let path = of["path"].as_str().unwrap().to_owned();
+        path.rsplit('/').next().unwrap().to_owned()
+    };
+    info["chain"].as_array().unwrap().iter().map(name).collect()
+}
+
+/// The points at which the sender's daemon is killed, and the parents that stay at the receiver.
+const PARENTS: [(&str, &[&str]); 4] = [
+    ("parent-copied", &[]),
+    ("parent-begun", &[]),
+    ("parent-agreed", &[]),
+    ("agreed", &["base.qcow2", "mid.qcow2"]),
+];
+
+/// A disk moves with its parents, after its daemon has died at these points.
+fn moves_with_its_parents(points: &[(&'static str, &[&str])]) {
+    let Some(places) = Places::new() else { return };
+    let mut lab = places.lab_of(&["base.qcow2", "mid.qcow2", "a.qcow2"], "localhost", &[]);
+    let there = places.there(None);
+    let load = Load::start(&lab.host, &lab.disk);
+    let chain = ["migrate", "web1/xvda", "b", "--chain"];
+    for (point, left) in points {
+        lab.restart(Some(Step::Migration(point)));
+        load.wait_for_progress();
+        let failed = lab.run(&chain);
+        assert!(!failed.status.success(), "{point}: {failed:?}");
+        lab.is_dead(point);
+        lab.start(None);
+        if *point == "agreed" {
+            lab.does(&["migrate", "abort", "web1/xvda"]);
+        }
+        wait_until(&format!("an end after {point}"), || there.has(left));
+        load.wait_for_progress();
+    }
+    lab.fails(&[&chain[..], &["--base", "other.qcow2"]].concat(), "none of the disk's parents");
+    match there.has(&[]) {
+        true => drop(lab.does(&chain)),
+        // A complete parent stays, and may be named.
+        false => {
+            lab.fails(&chain, "there is an image");
+            fs::remove_file(there.image("mid.qcow2")).unwrap();
+            lab.does(&[&chain[..], &["--base", "base.qcow2"]].concat());
+        }
+    }
+    load.wait_for_progress();
+    is_retired(&lab);
+    load.end();
+    lab.detach();
+    let is_it = |it: &Migration| it.holder == Holder::Here && it.image.ends_with("a.qcow2");
+    let moved = migrations::list(&there.host).into_iter().find(is_it).unwrap();
+    let done = there.run(&["migrate", "forget", &moved.id]);
+    assert!(done.status.success(), "{done:?}");
+    let leaf = there.image("a.qcow2");
+    assert_eq!(chain_of(&lab, &leaf), ["a.qcow2", "mid.qcow2", "base.qcow2"]);
+    lab.does(&["image", "check", "--chain", &leaf]);
+    assert_eq!(lab.layer_of_the_bases_own(&leaf), 2);
+    // That host has named the parents itself, which are marked.
+    assert!(there.images().contains(&"base.qcow2.ferrite-children".to_owned()));
+    lab.fails(&["image", "resize", &there.image("base.qcow2"), "+1M"], "stands on it");
+    // The parents are not marked here: other disks may stand on them.
+    let marks = lab.files().into_iter().filter(|name| name.ends_with(".ferrite-moved"));
+    assert_eq!(marks.collect::<Vec<_>>(), ["a.qcow2.ferrite-moved"]);
+}
+
+#[test]
+fn a_disk_moves_with_its_parents_and_half_a_parent_is_given_up() {
+    moves_with_its_parents(&PARENTS[..1]);
+}
+
+#[test]
+#[ignore = "half a minute: cargo xtask nightly --only migrate"]
+fn a_disk_moves_with_its_parents_whatever_daemon_dies_while_they_are_copied() {
+    moves_with_its_parents(&PARENTS);
 }
 
 #[test]

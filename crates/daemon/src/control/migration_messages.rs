@@ -18,6 +18,9 @@ pub struct MigratePrepareParams {
     /// The image there that becomes the parent: one of `bases` of its configuration. Only what differs from it is copied.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub base: Option<String>,
+    /// Whether the parents of the disk are copied, too, down to `base`. It is answered when they are there.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub chain: bool,
 }
 
 /// The parameters of `migrate.run`.

@@ -9,9 +9,10 @@ use super::protocol::{
     Holder, MigrateCommitParams, MigratePrepareParams, MigrateResolveParams, MigrateRunParams,
     Migration, MigrationDirection, MigrationList, MigrationParams, Nothing, RpcError, code,
 };
+use crate::migration;
 use crate::migration::records::{Incoming, Outgoing};
+use crate::migration::send::{self, Wanted};
 use crate::migration::token::{Receiver, Sender};
-use crate::migration::{self, send};
 use crate::{Failure, Shared};
 
 /// Calls a method whose name begins with `migrate.`. `None`: there is no such method.
@@ -63,8 +64,9 @@ fn failed(Failure { why, help }: Failure) -> RpcError {
 fn prepare(shared: &Arc<Shared>, asked: &MigratePrepareParams) -> Result<Migration, RpcError> {
     let at_rest = "ferrite image convert copies images at rest";
     let image = super::jobs::served_image(shared, asked.disk, at_rest)?;
-    let names = (asked.name.as_deref(), asked.base.as_deref());
-    let made = send::prepare(shared, asked.disk, &image, &asked.host, names).map_err(failed)?;
+    let wanted =
+        Wanted { name: asked.name.as_deref(), base: asked.base.as_deref(), chain: asked.chain };
+    let made = send::prepare(shared, asked.disk, &image, &asked.host, &wanted).map_err(failed)?;
     Ok(describe_out(shared, made))
 }
 

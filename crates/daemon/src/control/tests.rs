@@ -324,7 +324,7 @@ fn every_type_of_a_migration_is_described_as_it_is() {
     let disk = DiskId { domid: 1, devid: 51712 };
     let text = || "0a".to_owned();
     let (id, host, name, base) = (text(), text(), Some(text()), Some(text()));
-    same("MigratePrepareParams", &MigratePrepareParams { disk, host, name, base });
+    same("MigratePrepareParams", &MigratePrepareParams { disk, host, name, base, chain: true });
     same("MigrateRunParams", &MigrateRunParams { disk, speed: Some(1 << 40) });
     same("MigrateCommitParams", &MigrateCommitParams { disk, keep: true });
     same("MigrationParams", &MigrationParams { id: id.clone() });

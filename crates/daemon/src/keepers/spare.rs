@@ -80,14 +80,24 @@ impl Keepers {
         Ok(true)
     }
 
-    /// Takes the image from the keeper of a tap. Its worker has closed it.
-    pub(super) fn empty_keeper(&self, disk: DiskId) -> Result<(), Failure> {
+    /// Takes the image from the keeper of a tap. Its worker has closed it. Returns the process number of the tap's
+    /// keeper if that is another one now: the keeper of a store stays with the store's other disks.
+    pub(super) fn empty_keeper(&self, disk: DiskId) -> Result<Option<u32>, Failure> {
         let spec = self.idle_spec(disk);
-        let emptied = match Keeper::connect(&spec.socket) {
-            Err(e) if has_no_listener(&e) => return Ok(()),
-            keeper => keeper.and_then(|keeper| keeper.change(&spec)),
+        let keeper = match Keeper::connect(&spec.socket) {
+            Err(e) if has_no_listener(&e) => return Ok(None),
+            keeper => keeper,
         };
-        emptied.map_err(|e| failure("take the image from the keeper", &e))
+        let empty = |keeper: Keeper| {
+            if keeper.spec()?.group.is_none() {
+                return keeper.change(&spec).map(|()| None);
+            }
+            keeper.leave()?;
+            let _one = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+            spec.start(self.programs.keeper(disk, &spec))?;
+            Keeper::connect(&spec.socket).and_then(|keeper| process_of(&keeper)).map(Some)
+        };
+        keeper.and_then(empty).map_err(|e| failure("take the image from the keeper", &e))
     }
 }
 

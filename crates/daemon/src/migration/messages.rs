@@ -65,9 +65,22 @@ pub(crate) struct Prepare {
     pub(crate) bytes: u64,
     /// Bytes that the image takes now.
     pub(crate) allocated: u64,
-    /// The image there that it is to stand on. An older receiver makes an image without a parent.
+    /// The image there that it is to stand on.
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) base: Option<String>,
+    pub(crate) base: Option<Base>,
+    /// Whether a file of `bytes` is to be copied, which has an image of this format in it: a parent of a disk.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub(crate) is_file: bool,
+}
+
+/// An image of the receiver that another one stands on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Base {
+    /// The name of its file.
+    pub(crate) name: String,
+    /// The migration by which it came. Without one it has to be one of the receiver's `bases`.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) id: Option<String>,
 }
 
 /// An answer of the receiver.

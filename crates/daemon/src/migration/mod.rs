@@ -5,11 +5,12 @@
 //! * `messages`, `wire`: what they say to each other, by TLS.
 //! * `receive`: the host that a disk comes to. It has the order of its durable writes.
 //! * `send`: the host that a disk leaves. It has the order of its durable writes.
+//! * `parents`: the copies of the parents of such a disk.
 //!
 //! The data go by a mirror (`crate::jobs`), to an export of the receiver's. What follows a crash of either side at each
 //! step is in docs/internals/migration.md.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -19,6 +20,7 @@ use ferrite_host::clock::secret;
 use crate::{Failure, Shared};
 
 pub(crate) mod messages;
+mod parents;
 mod receive;
 pub(crate) mod records;
 pub(crate) mod send;
@@ -40,13 +42,15 @@ pub(crate) struct Migrations {
     coming: Mutex<()>,
     /// What keeps a migration from its end.
     troubles: Mutex<BTreeMap<String, Failure>>,
+    /// The copies of parents that this daemon makes.
+    copying: Mutex<BTreeSet<String>>,
 }
 
 impl Migrations {
     pub(crate) fn of(state_folder: &Path) -> Migrations {
         let records = Records::of(state_folder);
-        let (leaving, coming, troubles) = Default::default();
-        Migrations { records, leaving, coming, troubles }
+        let (leaving, coming, troubles, copying) = Default::default();
+        Migrations { records, leaving, coming, troubles, copying }
     }
 
     fn change(&self) -> MutexGuard<'_, ()> {
@@ -55,6 +59,19 @@ impl Migrations {
 
     fn change_in(&self) -> MutexGuard<'_, ()> {
         self.coming.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that the copy of a parent is being made, or not any more.
+    fn copies(&self, id: &str, begins: bool) {
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        match begins {
+            true => copying.insert(id.to_owned()),
+            false => copying.remove(id),
+        };
+    }
+
+    fn is_copying(&self, id: &str) -> bool {
+        self.copying.lock().unwrap_or_else(PoisonError::into_inner).contains(id)
     }
 
     fn set_trouble(&self, id: &str, trouble: Option<&Failure>) {
@@ -127,7 +144,10 @@ fn go_on(shared: &Arc<Shared>) {
             shared.migration.set_trouble(&id, done.as_ref().err());
         }
         for record in shared.migration.records.all::<Outgoing>() {
-            let is_due = !record.done && (record.gives_up || record.state == Sender::Leaving);
+            // An earlier daemon's copy of a parent does not go on.
+            let is_left = record.is_parent && !shared.migration.is_copying(&record.id);
+            let is_due =
+                !record.done && (record.gives_up || is_left || record.state == Sender::Leaving);
             // The job of a disk that is attached does it.
             if is_due && shared.jobs.migrating(&record.id).is_none() {
                 let done = send::settle(shared, &record.id);

@@ -33,8 +33,9 @@ use ferrite_disk::moved::sync_folder;
 use ferrite_host::clock::secret;
 use ferrite_keeper::{Exporter, ExporterSpec, Started, TlsFolder};
 use rustix::fs::{RenameFlags, renameat_with, statvfs};
+use serde::Deserialize;
 
-use super::messages::{Answer, Ask, Prepare, from_hex, is_id, is_name, to_hex};
+use super::messages::{Answer, Ask, Base, Prepare, from_hex, is_id, is_name, to_hex};
 use super::records::{self, Incoming};
 use super::token::{Receiver, Request};
 use super::{now_s, wire};
@@ -209,7 +210,8 @@ fn prepare(shared: &Arc<Shared>, asked: &Prepare) -> Result<Answer, Failure> {
         None => {
             may_come(shared, asked, &folder)?;
             let mut record = Incoming::new(&asked.id, asked.format, &path, asked.bytes, now_s());
-            record.base = asked.base.as_ref().map(|base| folder.join(base));
+            record.base = asked.base.as_ref().map(|base| folder.join(&base.name));
+            record.is_file = asked.is_file;
             let random = secret::<16>().map_err(|e| refuse(e.to_string(), "try again"))?;
             record.export = format!("migration-{}", to_hex(&random));
             write(shared, &record)?;
@@ -287,10 +289,20 @@ fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failu
 }
 
 /// Whether an image that comes may stand on this one: its sender can read that.
-fn may_be_base(shared: &Shared, asked: &Prepare, base: &str) -> Result<(), Failure> {
-    if !shared.config.migration.bases.iter().any(|known| known == base) {
+///
+/// An image that came here as a parent has a sender that knows it: its identifier is a secret of both hosts.
+fn may_be_base(shared: &Shared, asked: &Prepare, base: &Base) -> Result<(), Failure> {
+    let Base { name, id } = base;
+    let has_come = match id {
+        None => false,
+        Some(id) => known(shared, id)?.is_some_and(|it| {
+            let is_it = it.path.file_name().is_some_and(|file| file == name.as_str());
+            it.is_file && it.state == Receiver::Taken && is_it
+        }),
+    };
+    if !has_come && !shared.config.migration.bases.iter().any(|known| known == name) {
         let help = "add it to bases below [migration] in its ferrite.toml, and restart that daemon; or leave --base out";
-        return Err(refuse(format!("{base:.100?} is not one of that host's bases"), help));
+        return Err(refuse(format!("{name:.100?} is not one of that host's bases"), help));
     }
     match asked.format {
         Format::Vhd | Format::Qcow2 => Ok(()),
@@ -341,18 +353,46 @@ fn make(shared: &Shared, record: &Incoming, image: &Image) -> Result<(), Failure
         }
         _ => {}
     }
-    match &record.base {
+    match record.base.as_ref().filter(|_| !record.is_file) {
         None => {
             verbs::run(shared, &["create".into(), image.name(), record.bytes.to_string().into()])?;
         }
         Some(base) => {
-            verbs::run(shared, &["clone".into(), base.into(), image.name()])?;
+            verbs::run(shared, &["clone".into(), base_name(shared, base), image.name()])?;
             // Never smaller: that is refused.
             let bytes = record.bytes.to_string();
             verbs::run(shared, &["resize".into(), image.name(), bytes.into()])?;
         }
     }
     sync_folder(&image.path).map_err(|e| refuse(e.to_string(), "check the storage of that folder"))
+}
+
+/// The name of an image for `ferrite image`: with its format, if it came here.
+fn base_name(shared: &Shared, base: &Path) -> OsString {
+    let records = shared.migration.records.all::<Incoming>();
+    let of = records.iter().find(|it| it.state == Receiver::Taken && it.path == base);
+    of.map_or_else(|| base.into(), |it| it.image().name())
+}
+
+/// What `ferrite image info` says of a chain.
+#[derive(Deserialize)]
+struct Facts {
+    chain: Vec<serde::de::IgnoredAny>,
+}
+
+/// Names the parent in the image of a file that has come. The sender must not choose which file of this host that is.
+fn name_parent(shared: &Shared, record: &Incoming) -> Result<(), Failure> {
+    let image = Image { format: record.format, path: record.coming().path };
+    if let Some(base) = &record.base {
+        let base = base_name(shared, base);
+        let arguments = ["rebase".into(), "-u".into(), image.name(), "-b".into(), base];
+        return verbs::run(shared, &arguments);
+    }
+    let said = verbs::asked(shared, &["info".into(), image.name()])?;
+    match serde_json::from_slice::<Facts>(&said) {
+        Ok(facts) if facts.chain.len() == 1 => Ok(()),
+        _ => Err(refuse("the image that has come has a parent", "send that one first (--chain)")),
+    }
 }
 
 /// The tap that has this image open.
@@ -459,6 +499,9 @@ fn take(shared: &Arc<Shared>, id: &str, keep: bool, maps: Option<&str>) -> Resul
         }
         close(shared, &record.coming())?;
         (shared.on_step)(Step::Migration("closed"));
+        if record.is_file {
+            name_parent(shared, &record)?;
+        }
         note = maps.and_then(|maps| adopt(shared, &record, maps).err()).map(|e| {
             tracing::warn!("the dirty maps of {} do not come along: {e}", record.path.display());
             format!("the dirty maps do not come along: {e}; make a full backup there")

@@ -44,6 +44,9 @@ pub(crate) struct Outgoing {
     /// Whether the image there stands on another one there.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub(crate) on_base: bool,
+    /// Whether it is the copy of a parent, which stays here, too.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub(crate) is_parent: bool,
     /// Whether the disk goes on here with the image there.
     pub(crate) keep: bool,
     /// Whether it is to be given up.
@@ -75,6 +78,9 @@ pub(crate) struct Incoming {
     /// The image that it stands on.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) base: Option<PathBuf>,
+    /// Whether its file is copied as bytes: the parent of a disk.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub(crate) is_file: bool,
     /// The TCP port of the export, once it is known.
     pub(crate) port: u16,
     /// The export's name: a secret of the two hosts.
@@ -101,6 +107,7 @@ impl Outgoing {
             host: host.to_owned(),
             target: String::new(),
             on_base: false,
+            is_parent: false,
             keep: false,
             gives_up: false,
             done: false,
@@ -123,6 +130,7 @@ impl Incoming {
             path: path.to_owned(),
             bytes,
             base: None,
+            is_file: false,
             port: 0,
             export: String::new(),
             keep: false,
@@ -143,7 +151,8 @@ impl Incoming {
     pub(crate) fn coming(&self) -> Image {
         let mut path = self.path.clone().into_os_string();
         path.push(INCOMING);
-        Image { format: self.format, path: path.into() }
+        let format = if self.is_file { Format::Raw } else { self.format };
+        Image { format, path: path.into() }
     }
 
     /// The image once the disk is here.

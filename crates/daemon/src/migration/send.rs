@@ -21,17 +21,17 @@ use ferrite_disk::moved::{self, Mark};
 use ferrite_nbd::address::Address;
 use serde::Deserialize;
 
-use super::messages::{Answer, Ask, Prepare, to_hex};
+use super::messages::{Answer, Ask, Base, Prepare, to_hex};
 use super::records::{self, Outgoing};
 use super::token::{Receiver, Request, Sender};
 use super::wire::{NoAnswer, Peer};
-use super::{new_id, no_certificates, no_such, now_s};
+use super::{new_id, no_certificates, no_such, now_s, parents};
 use crate::jobs::state::{Mirror, MirrorMigration, Task};
 use crate::params::{Format, Image};
 use crate::state::DiskId;
 use crate::{Failure, Shared, Step, verbs};
 
-fn refuse(why: impl Into<String>, help: &str) -> Failure {
+pub(super) fn refuse(why: impl Into<String>, help: &str) -> Failure {
     Failure { why: why.into(), help: help.to_owned() }
 }
 
@@ -44,7 +44,7 @@ pub(crate) enum Settled {
     Back,
 }
 
-fn write(shared: &Shared, record: &Outgoing) -> Result<(), Failure> {
+pub(super) fn write(shared: &Shared, record: &Outgoing) -> Result<(), Failure> {
     shared.migration.records.write(record).map_err(|e| {
         let folder = shared.migration.records.folder().display();
         refuse(
@@ -67,7 +67,7 @@ pub(crate) fn of_disk(shared: &Shared, disk: DiskId) -> Result<Outgoing, Failure
     let all = shared.migration.records.all::<Outgoing>();
     // One that was given up waits for the other host to hear of it.
     let waits_only = |it: &Outgoing| it.gives_up && it.state == Sender::Owner;
-    let is_open = |it: &Outgoing| !(it.done || waits_only(it));
+    let is_open = |it: &Outgoing| !(it.done || it.is_parent || waits_only(it));
     let mut all = all.into_iter().filter(is_open);
     all.find(|it| it.disk == disk && image.as_ref().is_none_or(|image| *image == it.image))
         .ok_or_else(|| {
@@ -76,7 +76,7 @@ pub(crate) fn of_disk(shared: &Shared, disk: DiskId) -> Result<Outgoing, Failure
 }
 
 /// The address of another host's listener: a name of the configuration, or HOST:PORT.
-fn address(shared: &Shared, host: &str) -> Result<(Address, String), Failure> {
+pub(super) fn address(shared: &Shared, host: &str) -> Result<(Address, String), Failure> {
     let place = shared.config.migration.hosts.get(host).map_or(host, String::as_str);
     let parsed = place.rsplit_once(':').and_then(|(host, port)| {
         let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
@@ -99,7 +99,7 @@ fn address(shared: &Shared, host: &str) -> Result<(Address, String), Failure> {
     Ok((Address::Tls { host: name, port, certificates }, shown))
 }
 
-fn connect(shared: &Shared, host: &str) -> Result<Peer, NoAnswer> {
+pub(super) fn connect(shared: &Shared, host: &str) -> Result<Peer, NoAnswer> {
     let (address, shown) = address(shared, host).map_err(NoAnswer::Refused)?;
     Peer::connect(&address, &shown)
 }
@@ -118,14 +118,42 @@ fn bytes_of(shared: &Shared, image: &Image) -> Result<u64, Failure> {
     Ok(facts.virtual_bytes)
 }
 
-/// Has the other host make an image for the disk, and export it. `name` is that of the image's file there.
+/// The URI of an export of the other host.
+pub(super) fn target(host: &Address, port: u16, export: &str) -> Result<String, Failure> {
+    let Address::Tls { host: server, certificates, .. } = host else {
+        return Err(no_certificates());
+    };
+    let at = if server.contains(':') { format!("[{server}]") } else { server.clone() };
+    let folder = certificates.display().to_string().replace('%', "%25").replace('&', "%26");
+    Ok(format!("nbds://{at}:{port}/{export}?tls-certificates={folder}"))
+}
+
+pub(super) fn not_understood() -> Failure {
+    refuse("its answer is not understood", "use one release on both hosts")
+}
+
+/// What the image on the other host is to be.
+pub(crate) struct Wanted<'a> {
+    /// The name of its file. Without one, the name that it has here.
+    pub(crate) name: Option<&'a str>,
+    /// The image there that it is to stand on.
+    pub(crate) base: Option<&'a str>,
+    /// Whether the parents of the disk are copied, too, down to that base.
+    pub(crate) chain: bool,
+}
+
+/// Has the other host make an image for the disk, and export it.
 pub(crate) fn prepare(
     shared: &Arc<Shared>,
     disk: DiskId,
     image: &Image,
     host: &str,
-    (name, base): (Option<&str>, Option<&str>),
+    wanted: &Wanted<'_>,
 ) -> Result<Outgoing, Failure> {
+    let base = match wanted.chain && of_disk(shared, disk).is_err() {
+        true => parents::copy(shared, disk, image, host, wanted.base)?,
+        false => wanted.base.map(|base| Base { name: base.to_owned(), id: None }),
+    };
     let _one = shared.migration.change();
     if of_disk(shared, disk).is_ok() {
         let help = "ferrite migrate status shows it; ferrite migrate abort ends it";
@@ -154,10 +182,8 @@ pub(crate) fn prepare(
         ));
     }
     let own_name = image.path.file_name().and_then(|name| name.to_str());
-    let name = name.or(own_name).unwrap_or_default().to_owned();
-    let (Address::Tls { host: server, certificates, .. }, shown) = address(shared, host)? else {
-        return Err(no_certificates());
-    };
+    let name = wanted.name.or(own_name).unwrap_or_default().to_owned();
+    let (place, shown) = address(shared, host)?;
     let bytes = bytes_of(shared, image)?;
     let allocated = image.path.metadata().map_or(0, |facts| facts.blocks() * 512);
     let id = new_id()?;
@@ -165,23 +191,17 @@ pub(crate) fn prepare(
     record.on_base = base.is_some();
     write(shared, &record)?;
     (shared.on_step)(Step::Migration("begun"));
-    let (format, base) = (image.format, base.map(str::to_owned));
-    let asked = Prepare { id: id.clone(), name, format, bytes, allocated, base };
+    let format = image.format;
+    let asked = Prepare { id: id.clone(), name, format, bytes, allocated, base, is_file: false };
     let answered = connect(shared, &shown).and_then(|mut peer| peer.ask(&Ask::Prepare(asked)));
     match answered {
         Ok(Answer::Prepared { port, export }) => {
-            let at = if server.contains(':') { format!("[{server}]") } else { server };
-            let folder = certificates.display().to_string().replace('%', "%25").replace('&', "%26");
-            record.target = format!("nbds://{at}:{port}/{export}?tls-certificates={folder}");
+            record.target = target(&place, port, &export)?;
             write(shared, &record)?;
             (shared.on_step)(Step::Migration("agreed"));
             Ok(record)
         }
-        Ok(_) => Err(give_up_new(
-            shared,
-            &mut record,
-            refuse("its answer is not understood", "use one release"),
-        )),
+        Ok(_) => Err(give_up_new(shared, &mut record, not_understood())),
         // It has not begun there.
         Err(NoAnswer::Refused(e)) => {
             shared.migration.records.remove::<Outgoing>(&id).map_err(|e| {
@@ -310,6 +330,9 @@ fn settle_now(shared: &Shared, record: &mut Outgoing) -> Result<Settled, Failure
     if record.done {
         return Ok(if record.state == Sender::Moved { Settled::Moved } else { Settled::Back });
     }
+    if record.is_parent {
+        return parents::give_up(shared, record).map(|()| Settled::Back);
+    }
     let is_marked = moved::look(&record.image.path).map_or(true, |mark| mark.is_some());
     if record.state == Sender::Leaving && !is_marked {
         // It died between the record and the mark: the disk is here, and was never offered.
@@ -327,7 +350,7 @@ fn settle_now(shared: &Shared, record: &mut Outgoing) -> Result<Settled, Failure
         Request::Abort => Ask::Abort { id },
     };
     let Answer::State { state, note } = peer.ask(&ask)? else {
-        return Err(refuse("its answer is not understood", "use one release on both hosts"));
+        return Err(not_understood());
     };
     (shared.on_step)(Step::Migration("answered"));
     record.note = note.or(record.note.take());

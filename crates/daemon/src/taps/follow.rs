@@ -7,7 +7,7 @@ use std::time::Duration;
 use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment, Outcome, remove_run_dir};
 
 use super::errno::{check, errno_of};
-use super::{TapError, logs, motion};
+use super::{TapError, empty, logs, motion};
 use crate::directory::{self, Snapshot};
 use crate::follow::{Ending, Follower, Next, RETRY, RETRY_MAX};
 use crate::params::Image;
@@ -199,7 +199,7 @@ impl Follower {
         let state = DiskState::new(self.id, image, self.minor).with_tap(tap);
         self.shared.states.write(&state).map_err(|e| self.state_failure(&e))?;
         (self.shared.on_step)(Step::Forgotten);
-        self.shared.serving.empty(self.id)?;
+        empty(&self.shared, self.id)?;
         self.shared.taps.set_closed(self.id, true);
         tracing::info!("{} is closed", self.id);
         Ok(())

@@ -186,6 +186,16 @@ pub(crate) fn take_keeper(shared: &Arc<Shared>, id: DiskId, pid: u32) {
     }
 }
 
+/// Takes the image from the keeper of a tap whose worker has closed it.
+fn empty(shared: &Arc<Shared>, id: DiskId) -> Result<(), Failure> {
+    let next = shared.serving.empty(id)?;
+    if let (Some(pid), Some(minor)) = (next, id.minor_of_tap()) {
+        take_keeper(shared, id, pid);
+        blktap::link(&shared.paths, id, pid, minor);
+    }
+    Ok(())
+}
+
 /// Takes up the taps of a predecessor: attached ones, and open ones with their threads. Xenstore is
 /// not needed for that.
 pub(crate) fn restore(shared: &Arc<Shared>) {

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::errno::{check, errno_of, recorded};
 use super::{
-    Attached, MINORS, Second, TapError, is_paused, logs, mark, motion, start, take_keeper,
+    Attached, MINORS, Second, TapError, empty, is_paused, logs, mark, motion, start, take_keeper,
 };
 use crate::follow::Follower;
 use crate::params::Image;
@@ -224,12 +224,12 @@ fn open_as(
 }
 
 /// Ends the thread of a tap whose image could not be opened. It is attached as before.
-fn take_back(shared: &Shared, id: DiskId) {
+fn take_back(shared: &Arc<Shared>, id: DiskId) {
     shared.table.change(id, Entry::end);
     wait_until_gone(shared, id, OPENED_WITHIN);
     logs::salvage(shared, id);
     shared.states.remove(id);
-    if let Err(e) = shared.serving.empty(id) {
+    if let Err(e) = empty(shared, id) {
         tracing::warn!("{id}: {e}");
     }
 }

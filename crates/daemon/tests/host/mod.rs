@@ -364,9 +364,8 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.end_processes();
-        }
+        // Keepers and workers outlive their daemon. A test may end with its disks attached, and with these running.
+        self.end_processes();
         if let Some(Running { stop, thread }) = self.daemon.take() {
             stop.wake();
             if !std::thread::panicking() {

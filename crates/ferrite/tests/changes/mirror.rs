@@ -456,5 +456,5 @@ fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
     lab.fails(&["mirror", "complete", "web1/xvda"], "it has none");
     load.wait_for_progress();
     load.end();
-    lab.does(&["image", "info", "-U", &lab.image("a.qcow2")]);
+    end_with(lab, "a.qcow2");
 }

@@ -118,13 +118,18 @@ impl Places {
 
     /// The sender, which knows the receiver at this address. Its daemons have these variables.
     pub fn lab_to(&self, at: &str, more: &[(&'static str, &str)]) -> Lab {
+        self.lab_of(&["base.qcow2", "a.qcow2"], at, more)
+    }
+
+    /// As [`lab_to`](Self::lab_to), with a disk of these images.
+    pub fn lab_of(&self, chain: &[&str], at: &str, more: &[(&'static str, &str)]) -> Lab {
         let port = self.port;
         let hosts = format!(
             "hosts = {{ b = \"{at}:{port}\", gone = \"localhost:1\", wrong = \"127.0.0.2:{port}\" }}\n"
         );
         let config = self.config("sender.toml", &hosts);
         let config = (CONFIG, config.to_str().unwrap());
-        Lab::with(&["base.qcow2", "a.qcow2"], &[&[config], more].concat())
+        Lab::with(chain, &[&[config], more].concat())
     }
 
     /// The receiver, whose daemon dies at this step.
@@ -287,6 +292,12 @@ impl There {
             names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
+    }
+
+    /// Whether it has these images, and no others.
+    pub fn has(&self, images: &[&str]) -> bool {
+        let is_image = |name: &String| !name.ends_with(".ferrite-children");
+        self.images().into_iter().filter(is_image).eq(images.iter().copied())
     }
 
     /// The one migration that it knows.

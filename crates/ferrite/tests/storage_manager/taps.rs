@@ -431,3 +431,50 @@ fn the_commands_of_the_manual_work() {
     }
     assert_eq!(fs::read(at("blocks")).unwrap(), [0; 8]);
 }
+
+#[test]
+fn taps_on_volumes_of_a_store_are_closed_and_opened_again_beside_each_other() {
+    let daemon = Daemon::new();
+    let store = daemon.dir.path().join("pool").display().to_string();
+    for words in [
+        &["create", &store, "--size", "64M"][..],
+        &["create", &format!("{store}#a"), "4M"],
+        &["create", &format!("{store}#b"), "4M"],
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let done = command.arg("store").args(words).output().unwrap();
+        assert!(done.status.success(), "{done:?}");
+    }
+    // A tap's number of today, as `tap-ctl list` has it. The disks of a store have one keeper.
+    let pid = |minor: u32| -> u32 {
+        let listed = String::from_utf8(daemon.tap_ctl("list").stdout).unwrap();
+        let line = listed.lines().find(|line| line.contains(&format!(" minor={minor} "))).unwrap();
+        line.split(' ').next().unwrap().strip_prefix("pid=").unwrap().parse().unwrap()
+    };
+    let first = daemon.spawn();
+    for (minor, spawned) in [first, daemon.spawn()].into_iter().enumerate() {
+        assert!(daemon.tap_ctl("allocate").status.success());
+        daemon.says(&format!("attach -p {spawned} -m {minor}"), "");
+        let volume = ["a", "b"][minor];
+        daemon.says(&format!("open -p {spawned} -m {minor} -a store:{store}#{volume}"), "");
+    }
+    assert_eq!(pid(0), pid(1));
+    let mut other = daemon.client(pid(1), 1);
+    write(&mut other, 1);
+    // The number from before the image was opened is known, too.
+    daemon.says(&format!("close -p {first} -m 0"), "");
+    assert!(pid(0) != pid(1) && is_alive(pid(0)));
+    write(&mut other, 2);
+    daemon.says(&format!("open -p {} -m 0 -a store:{store}#a", pid(0)), "");
+    assert_eq!(pid(0), pid(1));
+    write(&mut daemon.client(pid(0), 0), 3);
+    drop(other);
+    for minor in [0, 1] {
+        daemon.says(&format!("close -p {} -m {minor}", pid(minor)), "");
+        let kept = pid(minor);
+        daemon.says(&format!("detach -p {kept} -m {minor}"), "");
+        daemon.says(&format!("free -m {minor}"), "");
+        wait_until("the end of its keeper", || !is_alive(kept));
+    }
+    daemon.says("list", "");
+}
