@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use ferrite_testkit::devices::Freezable;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::wait_until;
@@ -27,11 +28,14 @@ struct World {
 impl World {
     /// Serves this image, which is made.
     fn new(image: &str) -> World {
-        let dir = dir_in_memory();
-        let mut world = World { dir, export: None, model: vec![0; BYTES], stamp: 0 };
+        let mut world = World::empty();
         world.does(&["image", "create", image, "8M"]);
         world.start(image);
         world
+    }
+
+    fn empty() -> World {
+        World { dir: dir_in_memory(), export: None, model: vec![0; BYTES], stamp: 0 }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -112,6 +116,13 @@ impl World {
             found.is_some()
         });
         found.unwrap()
+    }
+
+    /// The numbers of keeper and worker, by the list of processes.
+    fn served_by_now(&self) -> (i32, i32) {
+        let all = self.processes();
+        let of = |role: &str| all.iter().find(|(_, other)| other == role).unwrap().0;
+        (of("keeper"), of("worker"))
     }
 
     /// The processes whose environment or arguments name the control folder.
@@ -237,6 +248,34 @@ impl World {
     }
 }
 
+/// The commands of the page, with this test's folder.
+#[test]
+fn the_recipe_of_the_manual_works_while_a_client_writes() {
+    let page = include_str!("../../../docs/operations.md");
+    let (_, recipe) = page.split_once("## Change a disk that is served by hand\n").unwrap();
+    let recipe = recipe.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
+    let mut lines = recipe.lines();
+    let served = "ferrite export nbd /srv/web1.qcow2 --socket /srv/nbd.sock --control /srv/control";
+    assert_eq!(lines.next(), Some(served));
+    let mut world = World::new("web1.qcow2");
+    let mut client = world.client();
+    world.works(&mut client);
+    for line in lines {
+        let line = line.replace("/srv/", &format!("{}/", world.dir.path().display()));
+        let words: Vec<&str> = line.split_whitespace().skip(1).collect();
+        let done = world.program(&words).output().unwrap();
+        assert!(done.status.success(), "{line}: {done:?}");
+        if !line.contains(" pause ") {
+            let mut client = world.client();
+            world.works(&mut client);
+        }
+        if line.contains(" resize ") {
+            world.model.resize(BYTES + (2 << 20), 0);
+        }
+    }
+    world.stop();
+}
+
 #[test]
 fn a_client_goes_on_whichever_process_of_the_export_is_killed_in_a_change() {
     let mut world = World::new("a.vhd");
@@ -271,6 +310,70 @@ fn a_client_goes_on_whichever_process_of_the_export_is_killed_in_a_change() {
 }
 
 #[test]
+#[ignore = "it takes long: cargo xtask nightly --only changes"]
+fn each_change_waits_for_storage_that_hangs_and_other_commands_are_answered() {
+    let mut world = World::empty();
+    let Some(storage) = Freezable::mount(&world.path("hangs")) else { return };
+    world.does(&["image", "create", "hangs/a.qcow2", "8M"]);
+    world.start("hangs/a.qcow2");
+    let mut client = world.client();
+    world.works(&mut client);
+    world.does(&["disk", "snapshot", "tap/0", "hangs/b.qcow2"]);
+    world.works(&mut client);
+    world.does(&["disk", "snapshot", "tap/0", "hangs/c.qcow2"]);
+    let changes: [&[&str]; 5] = [
+        &["snapshot", "tap/0", "hangs/d.qcow2"],
+        &["resize", "tap/0", "+1M"],
+        &["coalesce", "tap/0"],
+        &["switch", "tap/0", "hangs/e.vhd"],
+        &["pause", "tap/0"],
+    ];
+    for change in changes {
+        let mut client = world.client();
+        world.works(&mut client);
+        if change[0] == "switch" {
+            world.does(&["disk", "pause", "tap/0"]);
+            world.does(&["image", "convert", "hangs/a.qcow2", "hangs/e.vhd"]);
+            world.does(&["disk", "resume", "tap/0"]);
+        }
+        storage.freeze();
+        // A client that knew the old size ends with the growth, and does not hear whether this was done. What a disk is
+        // switched to has the same data.
+        let is_told = change[0] != "resize";
+        let stamp =
+            if ["resize", "switch"].contains(&change[0]) { world.model[0] } else { world.stamp };
+        let hangs = client.send(command::WRITE, 0, 0, BLOCK as u32, &[stamp; BLOCK]);
+        world.model[..BLOCK].fill(stamp);
+        let why = "have not ended within 1 s; the disk goes on as before";
+        world.fails(&["disk", "pause", "tap/0", "--timeout", "1"], why);
+        let words = [&["disk"], change, &["--run-dir", "control"]].concat();
+        let mut changing = world.program(&words).stdout(Stdio::null()).spawn().unwrap();
+        for _ in 0..10 {
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(world.does(&["disk", "list"]).contains("tap/0"));
+            world.does(&["job", "list"]);
+        }
+        assert!(changing.try_wait().unwrap().is_none(), "{change:?} does not wait");
+        storage.thaw();
+        assert!(changing.wait().unwrap().success(), "{change:?}: {}", world.log());
+        if change[0] == "pause" {
+            world.does(&["disk", "resume", "tap/0"]);
+        }
+        if is_told {
+            assert_eq!(client.reply().cookie, hangs, "{change:?}");
+        }
+        let mut client = world.client();
+        world.works(&mut client);
+        if change[0] == "resize" {
+            world.model.resize(BYTES + (1 << 20), 0);
+        }
+    }
+    world.stop();
+    assert!(world.contents("hangs/e.vhd")[..world.model.len()] == world.model[..]);
+    drop(storage);
+}
+
+#[test]
 fn a_paused_export_is_paused_still_when_all_of_its_processes_were_killed() {
     let mut world = World::new("a.qcow2");
     let mut client = world.client();
@@ -290,6 +393,23 @@ fn a_paused_export_is_paused_still_when_all_of_its_processes_were_killed() {
     world.works(&mut client);
     world.stop();
     assert!(world.contents("a.qcow2") == world.model);
+}
+
+#[test]
+fn the_next_program_reads_what_was_answered_before_all_processes_were_killed() {
+    let mut world = World::new("a.qcow2");
+    let mut client = world.client();
+    world.works(&mut client);
+    let mut export = world.export.take().unwrap();
+    export.kill().unwrap();
+    export.wait().unwrap();
+    // The keeper first: it would start another worker.
+    let (keeper, worker) = world.served_by_now();
+    [keeper, worker].iter().for_each(|pid| kill(*pid).unwrap());
+    wait_until("their end", || world.processes().is_empty());
+    // Its tables are in the journal, which is the host's and not the folder's.
+    world.does(&["image", "convert", "-O", "raw", "a.qcow2", "contents.raw"]);
+    assert!(fs::read(world.path("contents.raw")).unwrap() == world.model);
 }
 
 #[test]
