@@ -73,11 +73,14 @@ pub(crate) fn parking() -> Result<()> {
     steps::run(&mut test)
 }
 
-/// A running disk that is changed while its processes die: stories of 1,000 seeds, where each commit has three.
+/// A running disk that is changed while its processes die: stories of 1,000 seeds, where each commit has three; and changes while the storage hangs.
 pub(crate) fn changes() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite", "--test", "changes", "random::"]);
-    steps::run(test.env("FERRITE_TEST_SCALE", "334"))
+    steps::run(test.env("FERRITE_TEST_SCALE", "334"))?;
+    let mut by_hand = cargo();
+    by_hand.args(["test", "--locked", "--package", "ferrite", "--test", "controlled"]);
+    steps::run(by_hand.args(["--", "--include-ignored"]))
 }
 
 /// A running disk's mirror: the cases that a commit does not have.

@@ -25,7 +25,7 @@ const NEW: &str = ".new";
 impl Paths {
     /// tapdisk's directory for sockets, beside the run directory.
     pub fn blktap(&self) -> PathBuf {
-        self.run.with_file_name("blktap-control")
+        self.beside("blktap-control")
     }
 
     /// The folder of the records of these names.

@@ -55,6 +55,7 @@ pub mod pause;
 mod pending;
 mod priorities;
 mod siblings;
+mod standalone;
 pub mod state;
 mod state_files;
 mod step;
@@ -78,6 +79,7 @@ use hanging::Hanging;
 use jobs::{Jobs, Means};
 use migration::Migrations;
 use openings::Openings;
+pub use standalone::{Standalone, is_standalone};
 use state::{DiskId, States};
 pub use step::Step;
 use switched::Switched;
@@ -297,7 +299,15 @@ impl Paths {
     pub(crate) fn shared_memory(&self) -> PathBuf {
         match self.run == Paths::default().run {
             true => PathBuf::from("/dev/shm"),
-            false => self.run.with_file_name("shm"),
+            false => self.beside("shm"),
+        }
+    }
+
+    /// A folder of tapdisk's beside the run directory. A standalone daemon has its own in the run directory.
+    fn beside(&self, name: &str) -> PathBuf {
+        match is_standalone(&self.run) {
+            true => self.run.join(name),
+            false => self.run.with_file_name(name),
         }
     }
 
@@ -427,7 +437,8 @@ impl Lock {
                 Ok(file) => return Ok(Lock { path, _file: file }),
                 Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
                 Err(_) if Instant::now() > end => {
-                    return Err(io::Error::other("another ferrite daemon runs on this host"));
+                    let why = "another ferrite daemon runs on this host";
+                    return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
                 }
                 Err(_) => std::thread::sleep(LOCK_TIMEOUT / 50),
             }
@@ -531,16 +542,7 @@ impl Daemon {
     /// # Errors
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
-        taps::restore(&self.shared);
-        devices::restore(&self.shared);
-        exports::restore(&self.shared);
-        vhost::restore(&self.shared);
-        self.shared.jobs.begin(&self.shared);
-        migration::begin(&self.shared);
-        let control = control::server::Server::start(&self.shared)?;
-        suspended::watch(&self.shared)?;
-        priorities::watch(&self.shared)?;
-        control::upgrades::go_on(&self.shared);
+        let control = self.begin()?;
         alive("starting");
         let alive = |status: &str| {
             self.shared.jobs.expire();
@@ -551,6 +553,26 @@ impl Daemon {
         let pending = RefCell::default();
         supervise::Supervisor { shared: &self.shared, alive: &alive, leaving, refused, pending }
             .run();
+        self.end(control);
+        Ok(())
+    }
+
+    /// Takes up what a predecessor has left, and opens the control socket.
+    fn begin(&self) -> io::Result<control::server::Server> {
+        taps::restore(&self.shared);
+        devices::restore(&self.shared);
+        exports::restore(&self.shared);
+        vhost::restore(&self.shared);
+        self.shared.jobs.begin(&self.shared);
+        migration::begin(&self.shared);
+        let control = control::server::Server::start(&self.shared)?;
+        suspended::watch(&self.shared)?;
+        priorities::watch(&self.shared)?;
+        control::upgrades::go_on(&self.shared);
+        Ok(control)
+    }
+
+    fn end(&self, control: control::server::Server) {
         // Jobs come to rest while disks can still be resumed.
         self.shared.jobs.stop();
         self.shared.table.stop_all();
@@ -561,6 +583,5 @@ impl Daemon {
             wait::wait_for([self.shared.wake.fd()], Some(REAP_INTERVAL));
             self.shared.wake.clear();
         }
-        Ok(())
     }
 }

@@ -12,6 +12,7 @@ use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::backup::args::BackupArgs;
+use crate::controlled::ControlArgs;
 use crate::disk::{attach, change, device, dirty, export, limit, pause};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
@@ -316,6 +317,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
+
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
 
     /// The disks after the first one (`pairs.rs`).
     #[arg(skip)]

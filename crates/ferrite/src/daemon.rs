@@ -21,6 +21,7 @@ use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
 
 use crate::cli::{DaemonArgs, ServeArgs};
+use crate::controlled::ControlArgs;
 use crate::exit::{Code, Failure};
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
@@ -110,9 +111,9 @@ fn cannot(run: &Path, e: &std::io::Error) -> Failure {
 
 /// This program, which also runs as keeper and worker.
 #[derive(Clone)]
-struct Ours {
+pub(crate) struct Ours {
     /// The configuration, for helpers of a pool's disks: keepers and tools start these.
-    config: PathBuf,
+    pub(crate) config: PathBuf,
 }
 
 impl Tools for Ours {
@@ -197,7 +198,7 @@ fn no_text(disk: &Assignment<'_>) -> DiskFailure {
 }
 
 /// The options as the configuration would give them.
-fn options(args: &ServeArgs) -> DiskOptions {
+pub(crate) fn options(args: &ServeArgs) -> DiskOptions {
     DiskOptions {
         queues: args.queues,
         ring_order: args.ring_order,
@@ -220,7 +221,7 @@ fn options(args: &ServeArgs) -> DiskOptions {
     }
 }
 
-fn mib(bytes: usize) -> u32 {
+pub(crate) fn mib(bytes: usize) -> u32 {
     u32::try_from(bytes >> 20).unwrap_or(u32::MAX)
 }
 
@@ -267,6 +268,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
             poll_host: disk.config().host.poll_processors,
             no_merge: !options.merge,
         },
+        control: ControlArgs { control: None },
         others: Vec::new(),
     }
 }

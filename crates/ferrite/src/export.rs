@@ -7,18 +7,23 @@ pub(crate) mod network;
 mod vhost;
 
 use std::ffi::{OsStr, OsString};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_daemon::config::DiskOptions;
 use ferrite_disk::{Disk, OnDamage, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
 use ferrite_serve::blkif::lifecycle::close;
 use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server, Source};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
+use ferrite_serve::waker::Waker;
 
+use crate::controlled::Controlled;
+use crate::daemon;
 use crate::engine::{choose, engines};
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::serve::{RECOVERY_ENTRIES, TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::{Place, Serving};
 use crate::store::reading;
@@ -51,6 +56,9 @@ struct Opened {
 fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
     let images = names::of(&args.images)?;
+    if let Some(control) = &args.control.control {
+        return controlled(args, &images, control, &stop);
+    }
     // A killed server's I/O may still be in flight, and its socket may still exist.
     let socket = listen::listen(args.socket.as_deref(), !args.network.listen.is_empty())?;
     let network = network::listen(&args.network)?;
@@ -91,6 +99,47 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         Failure::new("cannot serve clients", e, help)
     })?;
     closed
+}
+
+/// Exports the image with a control socket.
+fn controlled(
+    args: &NbdArgs,
+    images: &[(String, OsString)],
+    control: &Path,
+    stop: &Waker,
+) -> Result<(), Failure> {
+    let refuse = |what: &str, why: &str, help: &str| {
+        Err(Failure::new(what, why, help).with_code(Code::USAGE))
+    };
+    let [(name, image)] = images else {
+        let what = "cannot export several images with one --control";
+        let help = "start one ferrite export nbd for each, each with a folder of its own";
+        return refuse(what, "a control folder is that of one disk", help);
+    };
+    if args.socket.is_none() && args.network.listen.is_empty() {
+        let help = "name one: --socket PATH or --listen ADDRESS:PORT";
+        return refuse("there is nowhere to listen", "no socket is named", help);
+    }
+    let open = &args.open;
+    Controlled {
+        control,
+        image,
+        read_only: open.read_only,
+        options: DiskOptions {
+            engine: open.engine,
+            on_full: open.on_full,
+            keep_allocated: open.keep_allocated,
+            merge: !open.no_merge,
+            metadata_memory_mib: daemon::mib(open.store.metadata_memory),
+            index_memory_mib: daemon::mib(open.store.index_memory),
+            ..DiskOptions::default()
+        },
+        parents: &open.parents,
+        guest: None,
+        export: network::as_asked(&args.network, name, open.read_only, args.no_list)?,
+        socket: args.socket.as_deref(),
+    }
+    .run(stop)
 }
 
 fn open_all(

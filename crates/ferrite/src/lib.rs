@@ -8,6 +8,7 @@ use std::process::ExitCode;
 mod backup;
 mod cli;
 mod compat;
+mod controlled;
 mod daemon;
 mod disk;
 mod doctor;

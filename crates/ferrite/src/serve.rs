@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
+use ferrite_daemon::state::DiskId;
 use ferrite_disk::{
     Disk, ImageName, Locking, MirrorOptions, OnDamage, OpenOptions, Session, client_of,
     mirror_target,
@@ -31,6 +32,8 @@ use ferrite_xen::store::{Store, StoreError};
 use rustix::fs::Mode;
 
 use crate::cli::ServeArgs;
+use crate::controlled::Controlled;
+use crate::daemon;
 use crate::engine::{choose, engines};
 use crate::exit::{Code, Failure};
 use crate::image::allow_many_files;
@@ -98,6 +101,9 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
     if let Err(e) = sweep(&mut store, host.run, &format!("backend/{BACKEND_KIND}")) {
         tracing::warn!("cannot look for remains of detached disks: {e}");
     }
+    if let Some(control) = &args.control.control {
+        return controlled(&disks, control, host, &mut store, &stop);
+    }
     let limit = limit(args);
     let _commands = commands(&disks)?;
     match &disks[..] {
@@ -121,6 +127,42 @@ fn commands(disks: &[&ServeArgs]) -> Result<Vec<Serving>, Failure> {
     }
     let engine = engines(crate::image::engine(disks[0].engine)?);
     Ok(places.into_iter().filter_map(|place| place.serve(&engine)).collect())
+}
+
+/// Serves the disk with a control socket.
+fn controlled(
+    disks: &[&ServeArgs],
+    control: &Path,
+    host: &Host<'_>,
+    store: &mut Store,
+    stop: &Waker,
+) -> Result<(), Failure> {
+    let [args] = disks else {
+        let what = "cannot serve several disks with one --control";
+        let help = "start one ferrite serve for each, each with a folder of its own";
+        let failure = Failure::new(what, "a control folder is that of one disk", help);
+        return Err(failure.with_code(Code::USAGE));
+    };
+    let (domid, devid) = (args.xen.domain, args.xen.device);
+    let backend = format!("backend/{BACKEND_KIND}/{domid}/{devid}");
+    let Some(attachment) = attachment(args, store, &backend, host.run, stop)? else {
+        return Ok(());
+    };
+    let served = Controlled {
+        control,
+        image: &args.image,
+        read_only: args.read_only || attachment.read_only,
+        options: daemon::options(args),
+        parents: &args.parents,
+        guest: Some(DiskId { domid: domid.0, devid }),
+        export: None,
+        socket: None,
+    }
+    .run(stop);
+    served.inspect_err(|failure| {
+        // The toolstack waits for this report. An error of xenstore does not change the failure.
+        let _ = report_failure(store, &backend, &format!("{}: {}", failure.what, failure.why));
+    })
 }
 
 /// Serves one disk.

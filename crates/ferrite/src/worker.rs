@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -307,12 +307,22 @@ pub(crate) fn worker_sandbox(
         .concat(),
         root: run.join(EMPTY),
         user: match args.xen.domain {
-            DomId::NONE => user_of_tap(args.xen.device),
+            DomId::NONE => user_of_tap(number_of_tap(args.xen.device, run)),
             domain => user_of(domain.0, args.xen.device),
         },
         servers: servers(&args.image, args.read_only || !writable),
         mirror: mirror_files(args),
     }))
+}
+
+/// The number of a tap among all of the host. A daemon of one disk numbers from 0, beside the host's daemon, whose numbers
+/// are smaller than these.
+fn number_of_tap(minor: u32, run: &Path) -> u32 {
+    const FIRST: u32 = 0x8_0000;
+    match run.metadata() {
+        Ok(meta) if ferrite_daemon::is_standalone(run) => FIRST | (meta.ino() as u32 & (FIRST - 1)),
+        _ => minor,
+    }
 }
 
 /// The file of the image; of a volume, its store's.

@@ -110,6 +110,8 @@ pub enum Operation {
     Overlay(u64),
     /// Merge the leaf's parent into the parent of that, in a chain of so many layers; the leaf stays.
     CoalesceInner(u64),
+    /// The same by the steps of a merge that is begun while the disk is in use.
+    MergeStretch(u64),
 }
 
 /// A kind of disk: how its images are made, opened and checked.
@@ -226,6 +228,13 @@ pub trait Format {
     /// Enlarges the leaf's device while the disk is open; `None`: it is large enough.
     fn enlarger(&self, place: &Place, sectors: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
         let _ = (place, sectors);
+        None
+    }
+
+    /// The first step of [`MergeStretch`](Operation::MergeStretch), which is taken while the disk is open; `None`: the
+    /// chain of so many layers has none.
+    fn live_copy(&self, place: &Place, layers: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
+        let _ = (place, layers);
         None
     }
 

@@ -13,12 +13,14 @@ use ferrite_disk::{
     Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Session,
 };
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_image_tools::{Convert, ImageTools, NewImage};
+use ferrite_image_tools::{Convert, ImageTools, MergeCopy, NewImage, Stretch};
 use ferrite_images::{qcow2, vhd};
 
 use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};
 use crate::{packed, past, qemu, tails};
+
+mod live;
 
 /// Units of allocation in bytes, the likelier ones more than once. They are small, so that small disks have several
 /// tables.
@@ -315,21 +317,6 @@ impl Images {
     }
 
     /// Merges the leaf's parent into its own parent, unless that was done before, unreported.
-    fn coalesce_inner(&self, place: &Place, layers: u64) -> Result<(), String> {
-        let leaf = self.leaf(place);
-        let done = self.tools(place, |tools| {
-            let chain = tools.info(&leaf)?.chain;
-            match chain.get(1) {
-                Some(inner) if chain.len() as u64 == layers => {
-                    let path = PathBuf::from(&inner.path);
-                    tools.coalesce(&ImageName { format: self.kind, path }, false).map(drop)
-                }
-                _ => Ok(()),
-            }
-        });
-        done.map_err(|e| e.to_string())
-    }
-
     /// Acts as another program: renames the image, whose process was killed, and makes a new leaf on it. Image and
     /// journal stay unchanged. Our own tools complete an image that gets a child, so they get a copy.
     fn overlay(&self, place: &Place, number: u64) -> Result<(), String> {
@@ -506,6 +493,10 @@ impl Format for Images {
         self.kind != Kind::Raw && !self.shape(place).fixed
     }
 
+    fn live_copy(&self, place: &Place, layers: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
+        live::copy(self, place, layers)
+    }
+
     fn enlarger(&self, place: &Place, sectors: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
         let leaf = self.leaf(place);
         let small = self.tight_bytes(place, sectors)?;
@@ -569,9 +560,7 @@ impl Format for Images {
             Operation::Create(_) | Operation::Clone(_) | Operation::Convert(_) => true,
             Operation::Grow(_) => self.kind != Kind::Raw || !self.on_devices(),
             Operation::Snapshot(_) => self.kind != Kind::Raw,
-            Operation::Coalesce | Operation::CoalesceInner(_) | Operation::Overlay(_) => {
-                self.kind != Kind::Raw && !self.on_devices()
-            }
+            _ => self.kind != Kind::Raw && !self.on_devices(),
         }
     }
 
@@ -592,6 +581,7 @@ impl Format for Images {
             Operation::Grow(sectors) => self.grow(place, sectors),
             Operation::Coalesce => self.coalesce(place),
             Operation::CoalesceInner(layers) => self.coalesce_inner(place, layers),
+            Operation::MergeStretch(layers) => self.merge_stretch(place, layers),
             Operation::Overlay(number) => self.overlay(place, number),
             Operation::Clone(_) => self.clone_leaf(place, operation),
             Operation::Convert(_) => self.convert(place, operation),

@@ -44,11 +44,13 @@ pub enum Scenario {
     Growth,
     /// Chains that other programs extend, on images of killed processes, and that are shortened in the middle.
     Chains,
+    /// Snapshots and merges of a disk in use.
+    Live,
 }
 
 impl Scenario {
     /// All scenarios.
-    pub const ALL: [Scenario; 15] = [
+    pub const ALL: [Scenario; 16] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
         Scenario::Bitmaps,
@@ -64,6 +66,7 @@ impl Scenario {
         Scenario::Emptied,
         Scenario::Growth,
         Scenario::Chains,
+        Scenario::Live,
     ];
 
     /// Its name for `--scenario`.
@@ -84,6 +87,7 @@ impl Scenario {
             Scenario::Emptied => "emptied",
             Scenario::Growth => "growth",
             Scenario::Chains => "chains",
+            Scenario::Live => "live",
         }
     }
 
@@ -118,7 +122,9 @@ impl Scenario {
                 Mix { flushes: 25, discards: 3, zeroes: 3, ..mix }
             }
             Scenario::Close | Scenario::Operations => Mix { reads: 10, ..mix },
-            Scenario::Chains => Mix { reads: 5, writes: 70, flushes: 4, near: 20, ..mix },
+            Scenario::Chains | Scenario::Live => {
+                Mix { reads: 5, writes: 70, flushes: 4, near: 20, ..mix }
+            }
             Scenario::Failures => Mix { writes: 60, flushes: 15, discards: 4, ..mix },
             Scenario::Emptied => Mix {
                 reads: 5,

@@ -87,6 +87,20 @@ fn qcow2_keeps_its_promises() {
     tell_all(&Images::new(ferrite_disk::Format::Qcow2).on(Medium::Devices), rounds(3));
 }
 
+/// Snapshots, and merges below the leaf, of a disk in use, with power cuts in each step.
+#[test]
+fn a_disk_that_is_changed_in_use_keeps_its_promises() {
+    use ferrite_disk::Format::{Qcow2, Vhd};
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    for seed in 1000..1000 + u64::from(rounds(60)) {
+        for format in [Vhd, Qcow2] {
+            if let Err(found) = tell(&Images::new(format), &Plan::new(seed, Scenario::Live)) {
+                panic!("{found}");
+            }
+        }
+    }
+}
+
 /// A write was answered behind a sync that failed for another, and the process died with the news.
 #[test]
 fn a_write_that_is_gone_with_a_failed_sync_is_known_to_be_so() {

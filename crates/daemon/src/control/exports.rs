@@ -15,7 +15,7 @@ const DEFAULT_QUEUES: u16 = 4;
 /// Most places to listen of one export.
 const MAX_LISTEN: usize = 16;
 
-pub(super) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<ExportRow, RpcError> {
+pub(crate) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<ExportRow, RpcError> {
     let invalid = |why: String, help: &str| RpcError::new(code::INVALID_PARAMS, why, help);
     if let Some(socket) = &asked.vhost_user {
         return export_by_vhost(shared, asked, socket);
@@ -90,7 +90,7 @@ pub(super) fn unexport(shared: &Shared, asked: &UnexportParams) -> Result<Export
     Ok(row((exports::remove(shared, asked.disk).map_err(not_done)?, None, None)))
 }
 
-pub(super) fn list(shared: &Shared) -> ExportRows {
+pub(crate) fn list(shared: &Shared) -> ExportRows {
     let mut rows: Vec<ExportRow> = exports::list(shared).into_iter().map(row).collect();
     rows.extend(vhost::list(shared).into_iter().map(row_of_vhost));
     rows.sort_by_key(|row| row.disk);

@@ -25,5 +25,6 @@ mod tests;
 pub(crate) mod upgrades;
 mod waits;
 
+pub(crate) use exports::{export, list as exports};
 pub(crate) use jobs::list as jobs;
 pub(crate) use methods::{counters_of, list, status};

@@ -53,6 +53,14 @@ pub(crate) enum NotDone {
     Failed(Failure),
 }
 
+impl NotDone {
+    /// The reason, whichever it is.
+    pub(crate) fn failure(self) -> Failure {
+        let (NotDone::Missing(failure) | NotDone::InUse(failure) | NotDone::Failed(failure)) = self;
+        failure
+    }
+}
+
 /// A device that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish {

@@ -40,8 +40,8 @@ mod verbs;
 pub(crate) use list::{list, statistics};
 pub(crate) use motion::Second;
 pub(crate) use verbs::{
-    Extras, allocate, attach, close, close_own, detach, free, open, open_own, pause, spawn,
-    unpause, upgrade_idle,
+    Extras, allocate, attach, close, close_for_good, close_own, detach, free, open, open_own,
+    pause, spawn, unpause, upgrade_idle,
 };
 
 /// As many taps as tapdisk has numbers.

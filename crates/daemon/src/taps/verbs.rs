@@ -149,17 +149,24 @@ pub(crate) fn open_own(
 
 /// Closes a tap of this daemon's own, as far as it was made.
 pub(crate) fn close_own(shared: &Shared, minor: u32) {
+    if let Err(e) = close_for_good(shared, minor, OPENED_WITHIN) {
+        tracing::warn!("tap/{minor} of a device is not closed: {}", e.failure);
+    }
+}
+
+/// Closes a tap, as far as it was made, and removes everything of it. A guest that has it waits for whoever serves it
+/// next.
+pub(crate) fn close_for_good(
+    shared: &Shared,
+    minor: u32,
+    within: Duration,
+) -> Result<(), TapError> {
     let pid = shared.taps.lock().get(&minor).map(|tap| tap.pid);
     if let Some(pid) = pid {
-        let closed = close(shared, pid, minor, true, OPENED_WITHIN);
-        if let Err(e) = closed.and_then(|()| detach(shared, pid, minor)) {
-            tracing::warn!("tap/{minor} of a device is not closed: {}", e.failure);
-            return;
-        }
+        close(shared, pid, minor, true, within)?;
+        detach(shared, pid, minor)?;
     }
-    if let Err(e) = free(shared, minor) {
-        tracing::warn!("tap/{minor} of a device is not freed: {}", e.failure);
-    }
+    free(shared, minor)
 }
 
 fn open_as(

@@ -443,8 +443,10 @@ fn kill_victim(step: Step) {
 pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
 /// The environment variable with the path of the store's socket.
 pub const STORE: &str = "FERRITE_TEST_STORE";
-const RUN: &str = "FERRITE_TEST_RUN";
-const IMAGES: &str = "FERRITE_TEST_IMAGES";
+/// The environment variable with the run directory.
+pub const RUN: &str = "FERRITE_TEST_RUN";
+/// The environment variable with the folder of images.
+pub const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the servers of NBD that disks may be on, each behind a comma. Certificates may be anywhere.
 pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
 /// The environment variable with the configuration file whose tables `nbd`, `migration` and `pool` count.

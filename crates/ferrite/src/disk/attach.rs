@@ -81,7 +81,7 @@ fn shown(text: &OsStr) -> String {
 }
 
 /// The image, with an absolute path, as the daemon will understand xl's words.
-pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
+pub(crate) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
     let what = format!("{what} {}", text.display());
     let named = ImageName::of_existing(text, None)?;
     let refuse = |why: &str, help: &str| Failure::new(&what, why, help).with_code(Code::USAGE);

@@ -9,6 +9,7 @@ use ferrite_serve::memory::parse_bytes;
 use ferrite_serve::path::full::OnFull;
 
 use super::network::NetworkArgs;
+use crate::controlled::ControlArgs;
 use crate::options::{StoreMemoryArgs, engines, on_full_policies};
 use crate::parents::ParentsArgs;
 
@@ -127,6 +128,9 @@ pub(crate) struct NbdArgs {
     /// Most memory for data in flight of each client; at least 2 MiB. It is taken as it is used.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
     pub(crate) memory: usize,
+
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
 
     #[command(flatten)]
     pub(crate) open: OpenArgs,

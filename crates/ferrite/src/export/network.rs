@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use clap::Args;
+use ferrite_daemon::control::protocol::ExportParams;
+use ferrite_daemon::state::DiskId;
 use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_host::frames::{self, CLIENT_CHANNEL};
 use ferrite_host::limited;
@@ -198,6 +200,50 @@ fn keep(tunnel: &mut Tunnel, server: &OwnedFd, stop: &Waker) {
             }
         }
     }
+}
+
+/// The export that the daemon is asked for. `None`: there are no clients of other hosts.
+///
+/// # Errors
+/// It is not said how clients are known, or a name is not UTF-8.
+pub(crate) fn as_asked(
+    args: &NetworkArgs,
+    name: &str,
+    read_only: bool,
+    no_list: bool,
+) -> Result<Option<ExportParams>, Failure> {
+    let refuse = |why: &str, help: &str| {
+        Failure::new("cannot listen for clients of other hosts", why, help).with_code(Code::USAGE)
+    };
+    if args.listen.is_empty() {
+        return Ok(None);
+    }
+    if args.tls.is_none() && !args.plain {
+        let help = "give --tls DIR with certificates (docs/access.md), or --plain where all who reach the port may read";
+        return Err(refuse("it is not said how clients are known", help));
+    }
+    let absolute =
+        |folder: &PathBuf| std::path::absolute(folder).ok()?.into_os_string().into_string().ok();
+    let tls = match &args.tls {
+        None => None,
+        Some(folder) => Some(absolute(folder).ok_or_else(|| {
+            refuse("the name of the folder of certificates is not UTF-8", "rename it")
+        })?),
+    };
+    Ok(Some(ExportParams {
+        // The daemon fills it in.
+        disk: DiskId::tap(0),
+        listen: args.listen.iter().map(ToString::to_string).collect(),
+        vhost_user: None,
+        queues: None,
+        tls,
+        any_client: args.tls_any_client,
+        plain: args.plain,
+        name: Some(name.to_owned()).filter(|name| !name.is_empty()),
+        read_only,
+        shared: false,
+        no_list,
+    }))
 }
 
 #[cfg(test)]

@@ -295,10 +295,16 @@ fn examples(name: &str) -> Terms {
             ("Move all disks to the installed version.", "ferrite upgrade"),
             ("One disk, as a trial.", "ferrite upgrade web1/xvdb"),
         ],
-        "ferrite-export" | "ferrite-export-nbd" => &[(
-            "Export an image to programs on this host.",
-            "ferrite export nbd /srv/a.qcow2 --socket /run/a.sock",
-        )],
+        "ferrite-export" | "ferrite-export-nbd" => &[
+            (
+                "Export an image to programs on this host.",
+                "ferrite export nbd /srv/a.qcow2 --socket /run/a.sock",
+            ),
+            (
+                "So that it can be changed meanwhile: ferrite disk snapshot tap/0 NEW --run-dir /run/a.control.",
+                "ferrite export nbd /srv/a.qcow2 --socket /run/a.sock --control /run/a.control",
+            ),
+        ],
         "ferrite-doctor" => &[("Show what is missing on this host.", "ferrite doctor")],
         "ferrite-stat" => &[
             ("A report each second.", "ferrite stat -i 1"),

@@ -17,6 +17,7 @@ mod instructions;
 mod kept;
 mod loopback;
 pub(crate) mod machine;
+mod merges;
 mod mirror;
 pub(crate) mod nbd;
 mod network;
@@ -84,6 +85,8 @@ enum Part {
     Store,
     /// Disks by NBD, compared with qemu-nbd.
     Nbd,
+    /// A merge below the leaf of a disk in use, compared with QEMU's block-commit. It takes root.
+    Merges,
     /// Disks with a dirty map, and with a mirror, compared with the same without.
     Mirror,
     /// Backups, compared with copies by qemu-img and nbdcopy.
@@ -117,6 +120,7 @@ impl Part {
         Part::Images,
         Part::Store,
         Part::Nbd,
+        Part::Merges,
         Part::Mirror,
         Part::Backup,
         Part::Guests,
@@ -139,6 +143,7 @@ impl Part {
             Part::Images => "images",
             Part::Store => "store",
             Part::Nbd => "nbd",
+            Part::Merges => "merges",
             Part::Mirror => "mirror",
             Part::Backup => "backup",
             Part::Guests => "guests",
@@ -161,6 +166,7 @@ impl Part {
             Part::Images => images::run(&Setup::new(arguments)?),
             Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
+            Part::Merges => merges::run(&Setup::new(arguments)?),
             Part::Mirror => mirror::run(&Setup::new(arguments)?),
             Part::Backup => backup::run(&Setup::new(arguments)?, arguments.backup_gib),
             Part::Guests => guests::run(&Setup::new(arguments)?),

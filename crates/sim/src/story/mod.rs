@@ -117,6 +117,7 @@ impl<'a, F: Format> Story<'a, F> {
             Scenario::Close => 5,
             Scenario::Compressed => 3,
             Scenario::Operations | Scenario::Chains => 6,
+            Scenario::Live => 7,
             Scenario::Growth => 4,
             _ => 1 + random.below(3),
         };
@@ -184,6 +185,8 @@ impl<'a, F: Format> Story<'a, F> {
             self.grow(forced, told)?;
         } else if self.plan.scenario == Scenario::Chains {
             self.change_chain(forced, told)?;
+        } else if self.plan.scenario == Scenario::Live {
+            self.change_in_pause(forced, told)?;
         } else if !self.full && self.layers < MAX_LAYERS && self.random.below(3) == 0 {
             let snapshot = Operation::Snapshot(self.layers);
             if self.format.can(snapshot) {

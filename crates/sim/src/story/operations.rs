@@ -71,11 +71,34 @@ impl<F: Format> Story<'_, F> {
         }
     }
 
+    /// What is done in a pause of a running disk: a snapshot, or the last steps of a merge.
+    pub(super) fn change_in_pause(
+        &mut self,
+        forced: Option<Cut>,
+        told: &mut Told,
+    ) -> Result<(), String> {
+        let snapshot = Operation::Snapshot(MAX_LAYERS + self.overlays);
+        let merge = Operation::MergeStretch(self.layers);
+        let operation = match self.layers {
+            MAX_LAYERS.. => merge,
+            3 if self.random.below(2) == 0 => merge,
+            _ => snapshot,
+        };
+        if !self.format.can(operation) {
+            return Ok(());
+        }
+        self.overlays += 1;
+        self.operate(operation, forced, told)
+    }
+
     /// Whether an operation makes all answered writes durable: not if it leaves the leaf alone, and not those in the
     /// journal of a parent.
     fn promises(&self, operation: Operation) -> bool {
         !self.unrecovered
-            && !matches!(operation, Operation::Overlay(_) | Operation::CoalesceInner(_))
+            && !matches!(
+                operation,
+                Operation::Overlay(_) | Operation::CoalesceInner(_) | Operation::MergeStretch(_)
+            )
     }
 
     /// Executes an operation without interruption.
@@ -101,7 +124,9 @@ impl<F: Format> Story<'_, F> {
                 self.layers += 1;
                 self.unrecovered = true;
             }
-            Operation::Coalesce | Operation::CoalesceInner(_) => self.layers -= 1,
+            Operation::Coalesce | Operation::CoalesceInner(_) | Operation::MergeStretch(_) => {
+                self.layers -= 1;
+            }
             Operation::Grow(sectors) => {
                 self.edges.push(model.sectors());
                 model.grow(sectors);
@@ -127,7 +152,8 @@ impl<F: Format> Story<'_, F> {
         self.count_anew(forced);
         self.trouble(false);
         self.machine.world.stop_at(stop);
-        let often = [Scenario::Growth, Scenario::Chains].contains(&self.plan.scenario);
+        let often =
+            [Scenario::Growth, Scenario::Chains, Scenario::Live].contains(&self.plan.scenario);
         if often && forced.is_none() && self.random.below(4) > 0 {
             // References to other images are often at the beginning.
             let head = self.random.below(2) == 0;

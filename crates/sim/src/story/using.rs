@@ -1,6 +1,7 @@
 //! A round of load, and its faults.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
 
@@ -51,7 +52,7 @@ impl<F: Format> Story<'_, F> {
         };
         let used = self.use_disk(faulty, in_flush, None)?;
         let dies = match scenario {
-            Scenario::Chains => self.random.below(2) == 0,
+            Scenario::Chains | Scenario::Live => self.random.below(2) == 0,
             Scenario::Full => self.random.below(4) > 0,
             _ => false,
         };
@@ -180,7 +181,7 @@ impl<F: Format> Story<'_, F> {
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
         let left = match self.plan.scenario {
             _ if work.is_some() => 0,
-            Scenario::Chains => 8 + self.random.below(40),
+            Scenario::Chains | Scenario::Live => 8 + self.random.below(40),
             Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
             // Many requests find no space.
             Scenario::Compressed | Scenario::Full => 40 + self.random.below(400),
@@ -190,6 +191,11 @@ impl<F: Format> Story<'_, F> {
         let sectors = disk.sectors();
         let files = disk.files();
         let enlarger = self.format.enlarger(&self.machine.place, sectors);
+        let full = enlarger.is_some() || self.full;
+        let midway = match self.plan.scenario {
+            Scenario::Live if work.is_none() => self.live_copy(faulty),
+            _ => enlarger,
+        };
         let witness = Arc::<Witness>::default();
         let weak: Weak<dyn SyncWitness> = Arc::downgrade(&witness) as Weak<Witness>;
         disk.witness_syncs(weak);
@@ -214,8 +220,8 @@ impl<F: Format> Story<'_, F> {
             told_of_sync: Cell::new(false),
             witness,
             flush_failed: Cell::new(false),
-            full: enlarger.is_some() || self.full,
-            midway: Midway { left: left / 2, work: enlarger },
+            full,
+            midway: Midway { left: left / 2, work: midway },
             trouble: RefCell::new(None),
         });
         let mut threads = match self.machine.queues(queues, &files) {
@@ -244,6 +250,15 @@ impl<F: Format> Story<'_, F> {
             self.machine.set_aside().map_err(|e| e.to_string())?;
         }
         Ok(used)
+    }
+
+    /// The copy of a merge, while the disk is in use. A fault may end it.
+    fn live_copy(&self, faulty: bool) -> Option<Box<dyn Fn() -> io::Result<()>>> {
+        let copy = self.format.live_copy(&self.machine.place, self.layers)?;
+        Some(Box::new(move || match copy() {
+            Err(_) if faulty => Ok(()),
+            copied => copied,
+        }))
     }
 
     /// The result if the world stopped before the disk was open.
