@@ -119,7 +119,6 @@ fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
 }
 
 fn copy(run: &Path, asked: &CopyParams) -> Result<Value, Fault> {
-    let _still = Image::parse(&asked.of.uri).and_then(|image| Folder::hold(&image.path()))?;
     let disk = tap(run, &asked.of.uri)?;
     let is_it = |job: &Job| job.to.as_ref() == Some(&asked.of.remote);
     if let Some(job) = running(run, disk)?.filter(is_it) {
