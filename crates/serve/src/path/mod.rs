@@ -40,6 +40,7 @@ use crate::trace::Record;
 mod admission;
 mod alone;
 mod buffers;
+pub(crate) mod client;
 pub mod device;
 mod discards;
 mod flight;

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ferrite_host::clock::Clock;
 use ferrite_io::engine::{Completion, Engine, Op, Token};
@@ -12,6 +11,7 @@ use ferrite_io::ublk::{Channel, Description, Ended, Operation};
 use ferrite_xen::abi::{OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE};
 
 use crate::log_limit::limited;
+use crate::path::client::{COLD, Client, Turns, serve};
 use crate::path::limit::Counted;
 use crate::path::shared::Shared;
 use crate::path::work::{Action, Outcome, Work};
@@ -19,8 +19,6 @@ use crate::path::{Admitted, Data, FRONTEND_TOKENS, RequestPath, Ticket, largest_
 
 /// Completion of the channel's descriptor becoming readable.
 const COMMANDS: Token = FRONTEND_TOKENS;
-/// After this long without a request, memory is given back.
-const COLD: Duration = Duration::from_secs(5);
 /// No tag: the flush at the queue's end.
 const NO_TAG: u16 = u16::MAX;
 
@@ -108,79 +106,8 @@ impl Queue {
 
     /// Serves requests until the queue or its device is stopped. All requests that were taken are answered then.
     pub(super) fn run(mut self) -> io::Result<()> {
-        let result = self.serve();
-        if result.is_err() {
-            let lists = [&mut self.copy_in, &mut self.tickets];
-            lists.into_iter().flat_map(|list| list.drain(..)).for_each(|ticket| {
-                ticket.park();
-            });
-            self.path.abandon();
-        }
-        result
-    }
-
-    fn serve(&mut self) -> io::Result<()> {
         (0..self.channel.depth()).for_each(|tag| self.channel.fetch(tag));
-        let mut completions = Vec::new();
-        loop {
-            self.reap();
-            self.path.follow()?;
-            if self.is_stopping() {
-                // There is nobody who could be answered later.
-                self.path.give_up_waiting();
-            }
-            if self.path.is_throttled() {
-                self.blocked = true;
-                self.path.leave_if_idle();
-            } else {
-                self.take();
-            }
-            if let Some(Admitted::Fetch(ticket)) = self.path.retry() {
-                self.copy_in.push(ticket);
-            }
-            self.path.order_buffers();
-            self.fetch_all();
-            let started = self.path.start();
-            self.answer();
-            if let Some(ticket) = self.path.take_alone() {
-                let ok = self.fetch(&ticket);
-                self.path.alone_fetched(ticket, ok, self.clock.now_ns());
-            }
-            // Answers go to the driver before the last one of them lets this thread end.
-            self.channel.submit()?;
-            if let Some(ready) = self.ready.take() {
-                ready();
-            }
-            if self.is_over() {
-                return Ok(());
-            }
-            let wait = self.next_wait(started);
-            let before_ns = self.clock.now_ns();
-            self.path.turn(wait, &mut completions)?;
-            let now_ns = self.clock.now_ns();
-            self.woke(wait != Wait::No, completions.is_empty(), now_ns - before_ns);
-            self.path.throttle(now_ns);
-            for completion in completions.drain(..) {
-                self.dispatch(completion, now_ns)?;
-            }
-            self.path.collect_tasks(now_ns);
-            self.deliver();
-            self.answer();
-        }
-    }
-
-    fn is_stopping(&self) -> bool {
-        self.shared.stopping() || self.alive == 0
-    }
-
-    fn dispatch(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
-        if completion.token != COMMANDS {
-            return self.path.completed(completion, now_ns);
-        }
-        completion.result()?;
-        self.armed = false;
-        self.path.counters().events.add(1);
-        Ok(())
+        serve(&mut self)
     }
 
     /// Notes the tags that have a request, and those that have ended.
@@ -206,7 +133,7 @@ impl Queue {
     }
 
     /// Hands requests to the path.
-    fn take(&mut self) {
+    fn take_all(&mut self) {
         if self.path.has_company() && self.todo.is_empty() {
             self.blocked = false;
             self.path.stay_out();
@@ -294,38 +221,6 @@ impl Queue {
         }
     }
 
-    /// Fetches the data of all writes of this turn.
-    fn fetch_all(&mut self) {
-        while let Some(ticket) = self.copy_in.pop() {
-            let ok = self.fetch(&ticket);
-            self.path.fetched(ticket, ok, self.clock.now_ns());
-        }
-    }
-
-    /// Copies a write's data to its buffer.
-    fn fetch(&self, ticket: &Ticket) -> bool {
-        let Some(Data::At(span)) = self.path.data(ticket) else { return true };
-        let (tag, arena) = (self.tags[ticket.entry()], self.shared.pool.arena());
-        self.copied(self.channel.copy_in(tag, 0, arena, span))
-    }
-
-    /// Gives the data of reads that are done to the driver.
-    fn deliver(&mut self) {
-        self.path.read(&mut self.tickets);
-        while let Some(ticket) = self.tickets.pop() {
-            let (tag, arena) = (self.tags[ticket.entry()], self.shared.pool.arena());
-            let given = match self.path.data(&ticket) {
-                Some(Data::At(span)) => self.channel.copy_out(tag, 0, arena, span),
-                _ => {
-                    let bytes = u64::from(self.channel.describe(tag).sectors) * 512;
-                    self.channel.zero(tag, 0, bytes)
-                }
-            };
-            let ok = self.copied(given);
-            self.path.delivered(ticket, ok, self.clock.now_ns());
-        }
-    }
-
     /// Whether data were copied. An error is logged.
     fn copied(&self, result: io::Result<()>) -> bool {
         let Err(e) = result else { return true };
@@ -337,17 +232,6 @@ impl Queue {
             "the kernel does not copy the data of a request: {e}"
         );
         false
-    }
-
-    /// Answers all requests that have ended.
-    fn answer(&mut self) {
-        while self.path.has_finished() {
-            let mut tickets = std::mem::take(&mut self.tickets);
-            self.path.finished(&mut tickets);
-            tickets.drain(..).for_each(|ticket| self.answer_one(ticket));
-            self.tickets = tickets;
-        }
-        self.path.leave_if_idle();
     }
 
     fn answer_one(&mut self, ticket: Ticket) {
@@ -375,53 +259,102 @@ impl Queue {
         self.path.counters().requests.add(1);
         self.channel.commit(tag, result);
     }
+}
 
-    /// How long the next turn may wait.
-    fn next_wait(&mut self, started: bool) -> Wait {
+impl Client for Queue {
+    fn turns(&mut self) -> Turns<'_> {
+        Turns {
+            path: &mut self.path,
+            clock: &*self.clock,
+            copy_in: &mut self.copy_in,
+            tickets: &mut self.tickets,
+            blocked: &mut self.blocked,
+            saved: &mut self.saved,
+        }
+    }
+
+    fn look(&mut self) {
+        self.reap();
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.shared.stopping() || self.alive == 0
+    }
+
+    fn take(&mut self) -> io::Result<()> {
+        self.take_all();
+        Ok(())
+    }
+
+    fn fetch(&self, ticket: &Ticket) -> io::Result<bool> {
+        let Some(Data::At(span)) = self.path.data(ticket) else { return Ok(true) };
+        let (tag, arena) = (self.tags[ticket.entry()], self.shared.pool.arena());
+        Ok(self.copied(self.channel.copy_in(tag, 0, arena, span)))
+    }
+
+    fn give(&self, ticket: &Ticket) -> io::Result<bool> {
+        let (tag, arena) = (self.tags[ticket.entry()], self.shared.pool.arena());
+        let given = match self.path.data(ticket) {
+            Some(Data::At(span)) => self.channel.copy_out(tag, 0, arena, span),
+            _ => {
+                let bytes = u64::from(self.channel.describe(tag).sectors) * 512;
+                self.channel.zero(tag, 0, bytes)
+            }
+        };
+        Ok(self.copied(given))
+    }
+
+    fn answer(&mut self) -> io::Result<()> {
+        while self.path.has_finished() {
+            let mut tickets = std::mem::take(&mut self.tickets);
+            self.path.finished(&mut tickets);
+            tickets.drain(..).for_each(|ticket| self.answer_one(ticket));
+            self.tickets = tickets;
+        }
+        self.path.leave_if_idle();
+        Ok(())
+    }
+
+    /// Answers go to the driver before the last one of them lets this thread end.
+    fn send(&mut self) -> io::Result<()> {
+        self.channel.submit()?;
+        if let Some(ready) = self.ready.take() {
+            ready();
+        }
+        Ok(())
+    }
+
+    fn is_done(&self) -> bool {
+        let has_more = !self.shared.stopping() && !self.todo.is_empty();
+        self.is_stopping() && !has_more && self.in_use == 0
+    }
+
+    fn has_no_request(&mut self, entry: usize) {
+        self.tags[entry] = NO_TAG;
+    }
+
+    fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
         // A task begins in the turn itself.
         let begins = started && !self.path.has_transfers();
         let more = !self.todo.is_empty() && !self.blocked && !self.shared.stopping();
         if begins || more || self.path.is_pending() || self.path.has_yielded() {
-            return Wait::No;
+            return Ok(Wait::No);
         }
         let left = self.path.throttled_for(self.clock.now_ns());
         if !std::mem::replace(&mut self.armed, true) {
             let fd = self.channel.fd();
             self.path.reactor().push(COMMANDS, Op::Readable { fd });
         }
-        Wait::Until(left.or_else(|| self.path.may_cool().then_some(COLD)))
+        Ok(Wait::Until(left.or_else(|| self.path.may_cool().then_some(COLD))))
     }
 
-    /// Updates the state after a turn. `slept`: it may have waited. `idle`: it brought no completion.
-    fn woke(&mut self, slept: bool, idle: bool, took_ns: u64) {
-        if !slept {
-            return;
+    fn dispatch(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
+        if completion.token != COMMANDS {
+            return self.path.completed(completion, now_ns);
         }
-        self.path.counters().sleeps.add(1);
-        if idle && took_ns >= COLD.as_nanos() as u64 && self.path.may_cool() {
-            self.path.give_memory_back();
-        }
-    }
-
-    /// Whether the queue or its device was stopped, and all that was taken is answered. Writes that were not flushed are
-    /// flushed then, as nobody may be there to do it later.
-    fn is_over(&mut self) -> bool {
-        let has_more = !self.shared.stopping() && !self.todo.is_empty();
-        if !self.is_stopping() || has_more || self.in_use > 0 || !self.path.is_idle() {
-            return false;
-        }
-        if !std::mem::replace(&mut self.saved, true)
-            && self.path.disk().is_dirty()
-            && self.path.enter()
-            && let Some(ticket) = self.path.take(0, 0, None, self.clock.now_ns())
-        {
-            let work = Work { action: Action::Flush, sector: 0, sectors: 0 };
-            match self.path.admit(ticket, work) {
-                Admitted::Taken => {}
-                Admitted::Fetch(_) => unreachable!("a flush has no data"),
-            }
-            return false;
-        }
-        self.path.leave_if_idle()
+        completion.result()?;
+        self.armed = false;
+        self.path.counters().events.add(1);
+        Ok(())
     }
 }

@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use ferrite_disk::SECTOR_BYTES;
 use ferrite_host::clock::Clock;
@@ -24,6 +23,7 @@ use super::request::{
 use super::ring::{Broken, Ring, Violation};
 use crate::blkif::queue::storm::Storm;
 use crate::log_limit::limited;
+use crate::path::client::{Client, Turns, serve};
 use crate::path::shared::Shared;
 use crate::path::work::{Action, Outcome};
 use crate::path::{Admitted, Data, FRONTEND_TOKENS, RequestPath, Ticket, largest_request};
@@ -40,8 +40,6 @@ const ENTRIES: u32 = 256;
 const PART_BYTES: usize = 1 << 20;
 /// Most requests that are taken in one turn.
 const SWEEP: u16 = 32;
-/// After this long without a request, memory is given back.
-const COLD: Duration = Duration::from_secs(5);
 /// No descriptor: the part is the flush at the queue's end.
 const NO_HEAD: u16 = u16::MAX;
 
@@ -176,78 +174,10 @@ impl Queue {
 
     /// Serves the ring until the queue is stopped. All requests that were taken are answered then.
     pub(super) fn run(mut self) -> End {
-        let result = self.serve();
-        if result.is_err() {
-            let lists = [&mut self.copy_in, &mut self.tickets];
-            lists.into_iter().flat_map(|list| list.drain(..)).for_each(|ticket| {
-                ticket.park();
-            });
-            self.path.abandon();
-        }
-        End { next_avail: self.ring.next_avail, result }
-    }
-
-    fn serve(&mut self) -> io::Result<()> {
         // A predecessor may have published answers, and died before it told the guest.
         signal(&self.call);
-        let mut completions = Vec::new();
-        loop {
-            self.path.follow()?;
-            if self.shared.stopping() {
-                // There is nobody who could be answered later.
-                self.path.give_up_waiting();
-            }
-            if self.path.is_throttled() {
-                self.blocked = true;
-                self.path.leave_if_idle();
-            } else {
-                self.take().or_else(|broken| self.break_off(broken))?;
-            }
-            if let Some(Admitted::Fetch(ticket)) = self.path.retry() {
-                self.copy_in.push(ticket);
-            }
-            self.path.order_buffers();
-            self.fetch_all().map_err(gone)?;
-            let started = self.path.start();
-            self.answer().map_err(gone)?;
-            if let Some(ticket) = self.path.take_alone() {
-                let fetched = self.fetch(&ticket);
-                self.path.alone_fetched(ticket, fetched.is_ok(), self.clock.now_ns());
-                fetched.map_err(gone)?;
-            }
-            if self.is_over() {
-                return self.end().map_err(gone);
-            }
-            let wait = self.next_wait(started)?;
-            let before_ns = self.clock.now_ns();
-            self.path.turn(wait, &mut completions)?;
-            let now_ns = self.clock.now_ns();
-            self.woke(wait != Wait::No, completions.is_empty(), now_ns - before_ns);
-            self.path.throttle(now_ns);
-            for completion in completions.drain(..) {
-                self.dispatch(completion, now_ns)?;
-            }
-            self.path.collect_tasks(now_ns);
-            self.deliver().map_err(gone)?;
-            self.answer().map_err(gone)?;
-        }
-    }
-
-    fn dispatch(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
-        if completion.token != KICK {
-            return self.path.completed(completion, now_ns);
-        }
-        completion.result()?;
-        self.armed = false;
-        // Another process may have read it before.
-        let _ = rustix::io::read(&*self.kick, &mut [0; 8]);
-        self.storm.event();
-        if let Some(hold_ns) = self.storm.hold_ns() {
-            self.held_until_ns = now_ns + hold_ns;
-            self.path.counters().held_events.add(1);
-        }
-        self.path.counters().events.add(1);
-        Ok(())
+        let result = serve(&mut self);
+        End { next_avail: self.ring.next_avail, result }
     }
 
     /// Notes a violation, and goes on with what was taken. Lost memory ends the queue.
@@ -271,7 +201,7 @@ impl Queue {
     }
 
     /// Hands requests to the path: the rest of the one before, those of a predecessor, and those on the ring.
-    fn take(&mut self) -> Result<(), Broken> {
+    fn take_all(&mut self) -> Result<(), Broken> {
         let is_empty = self.todo.is_empty()
             && self.replay.is_empty()
             && (self.broken || self.ring.waiting().is_ok_and(|there| there == 0));
@@ -387,20 +317,8 @@ impl Queue {
         true
     }
 
-    /// Fetches the data of all writes of this turn.
-    fn fetch_all(&mut self) -> Result<(), Fault> {
-        while let Some(ticket) = self.copy_in.pop() {
-            if let Err(fault) = self.fetch(&ticket) {
-                self.copy_in.push(ticket);
-                return Err(fault);
-            }
-            self.path.fetched(ticket, true, self.clock.now_ns());
-        }
-        Ok(())
-    }
-
     /// Copies a write's data from the guest to its buffer.
-    fn fetch(&self, ticket: &Ticket) -> Result<(), Fault> {
+    fn copy_in(&self, ticket: &Ticket) -> Result<(), Fault> {
         let Some(Data::At(span)) = self.path.data(ticket) else { return Ok(()) };
         let part = self.parts[ticket.entry()];
         let arena = self.shared.pool.arena();
@@ -417,19 +335,7 @@ impl Queue {
         })
     }
 
-    /// Copies the data of reads that are done to the guest.
-    fn deliver(&mut self) -> Result<(), Fault> {
-        self.path.read(&mut self.tickets);
-        while let Some(ticket) = self.tickets.pop() {
-            if let Err(fault) = self.copy_out(&ticket) {
-                self.tickets.push(ticket);
-                return Err(fault);
-            }
-            self.path.delivered(ticket, true, self.clock.now_ns());
-        }
-        Ok(())
-    }
-
+    /// Copies the data of a read to the guest.
     fn copy_out(&self, ticket: &Ticket) -> Result<(), Fault> {
         let part = self.parts[ticket.entry()];
         let Some(Some(request)) = self.requests.get(usize::from(part.head)) else { return Ok(()) };
@@ -447,7 +353,7 @@ impl Queue {
     }
 
     /// Answers all requests of which no part is left, and tells the guest once.
-    fn answer(&mut self) -> Result<(), Fault> {
+    fn answer_all(&mut self) -> Result<(), Fault> {
         while self.path.has_finished() {
             let mut tickets = std::mem::take(&mut self.tickets);
             self.path.finished(&mut tickets);
@@ -536,6 +442,80 @@ impl Queue {
         }
         self.answered.push(head);
         self.ring.push_used(head, written)
+    }
+}
+
+impl Client for Queue {
+    fn turns(&mut self) -> Turns<'_> {
+        Turns {
+            path: &mut self.path,
+            clock: &*self.clock,
+            copy_in: &mut self.copy_in,
+            tickets: &mut self.tickets,
+            blocked: &mut self.blocked,
+            saved: &mut self.saved,
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.shared.stopping()
+    }
+
+    fn take(&mut self) -> io::Result<()> {
+        self.take_all().or_else(|broken| self.break_off(broken))
+    }
+
+    fn fetch(&self, ticket: &Ticket) -> io::Result<bool> {
+        self.copy_in(ticket).map(|()| true).map_err(gone)
+    }
+
+    fn give(&self, ticket: &Ticket) -> io::Result<bool> {
+        self.copy_out(ticket).map(|()| true).map_err(gone)
+    }
+
+    fn answer(&mut self) -> io::Result<()> {
+        self.answer_all().map_err(gone)
+    }
+
+    fn is_done(&self) -> bool {
+        self.shared.stopping() && self.in_use == 0 && self.todo.is_empty()
+    }
+
+    fn has_no_request(&mut self, entry: usize) {
+        self.parts[entry] = Part { head: NO_HEAD, at: 0, bytes: 0 };
+    }
+
+    /// Says in the table that nothing is in flight, if that is so: a predecessor's requests may have been left.
+    fn end(&mut self) -> io::Result<()> {
+        match &self.inflight {
+            Some(inflight) if self.replay.is_empty() => inflight.end().map_err(gone),
+            _ => Ok(()),
+        }
+    }
+
+    fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
+        self.wait_for_kick(started)
+    }
+
+    fn slept(&mut self, took_ns: u64) {
+        self.waiting.slept(took_ns);
+    }
+
+    fn dispatch(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
+        if completion.token != KICK {
+            return self.path.completed(completion, now_ns);
+        }
+        completion.result()?;
+        self.armed = false;
+        // Another process may have read it before.
+        let _ = rustix::io::read(&*self.kick, &mut [0; 8]);
+        self.storm.event();
+        if let Some(hold_ns) = self.storm.hold_ns() {
+            self.held_until_ns = now_ns + hold_ns;
+            self.path.counters().held_events.add(1);
+        }
+        self.path.counters().events.add(1);
+        Ok(())
     }
 }
 

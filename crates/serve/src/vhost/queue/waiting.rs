@@ -1,17 +1,15 @@
-//! What a queue does without work: it polls for a while, then asks for a kick and sleeps; and how it ends.
+//! What a queue does without work: it polls for a while, then asks for a kick and sleeps.
 
 use std::io;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use ferrite_io::engine::Op;
-use ferrite_io::foreign::Fault;
 use ferrite_io::reactor::Wait;
 
-use super::{COLD, KICK, NO_HEAD, Part, Queue};
-use crate::path::Admitted;
+use super::{KICK, Queue};
+use crate::path::client::COLD;
 use crate::path::shared::Shared;
-use crate::path::work::{Action, Work};
 use crate::polling::{Poll, Poller, RunDelay, stolen_ns, wake_up_ns};
 
 /// Turns of the polling loop between two readings of the clock.
@@ -33,12 +31,17 @@ impl Waiting {
             delay: RunDelay::of_this_thread(),
         }
     }
+
+    /// Notes how long a turn has waited.
+    pub(super) fn slept(&mut self, took_ns: u64) {
+        self.poller.slept(took_ns);
+    }
 }
 
 impl Queue {
     /// How long the next turn may wait. Before a sleep it looks at the ring for the last time, after it has asked the guest
     /// for a kick.
-    pub(super) fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
+    pub(super) fn wait_for_kick(&mut self, started: bool) -> io::Result<Wait> {
         // A task begins in the turn itself.
         let begins = started && !self.path.has_transfers();
         let more = !self.todo.is_empty() && !self.blocked;
@@ -113,48 +116,5 @@ impl Queue {
         counters.hits.add(u64::from(hit));
         counters.polled_ns.add(took_ns);
         hit
-    }
-
-    /// Updates the state after a turn. `slept`: it may have waited. `idle`: it brought no completion.
-    pub(super) fn woke(&mut self, slept: bool, idle: bool, took_ns: u64) {
-        if !slept {
-            return;
-        }
-        self.waiting.poller.slept(took_ns);
-        self.path.counters().sleeps.add(1);
-        if idle && took_ns >= COLD.as_nanos() as u64 && self.path.may_cool() {
-            self.path.give_memory_back();
-        }
-    }
-
-    /// Whether the queue was stopped, and all that was taken is answered. Writes that the guest has not flushed are flushed
-    /// then, as nobody may be there to do it later.
-    pub(super) fn is_over(&mut self) -> bool {
-        let answered = self.in_use == 0 && self.todo.is_empty() && self.path.is_idle();
-        if !self.shared.stopping() || !answered {
-            return false;
-        }
-        if !std::mem::replace(&mut self.saved, true)
-            && self.path.disk().is_dirty()
-            && self.path.enter()
-            && let Some(ticket) = self.path.take(0, 0, None, self.clock.now_ns())
-        {
-            self.parts[ticket.entry()] = Part { head: NO_HEAD, at: 0, bytes: 0 };
-            let work = Work { action: Action::Flush, sector: 0, sectors: 0 };
-            match self.path.admit(ticket, work) {
-                Admitted::Taken => {}
-                Admitted::Fetch(_) => unreachable!("a flush has no data"),
-            }
-            return false;
-        }
-        self.path.leave_if_idle()
-    }
-
-    /// Says in the table that nothing is in flight, if that is so: a predecessor's requests may have been left.
-    pub(super) fn end(&self) -> Result<(), Fault> {
-        match &self.inflight {
-            Some(inflight) if self.replay.is_empty() => inflight.end(),
-            _ => Ok(()),
-        }
     }
 }
