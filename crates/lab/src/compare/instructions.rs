@@ -21,6 +21,10 @@ const RECORDED: &str = "crates/lab/src/compare/instructions.json";
 const STEPS: (u32, u32) = (200, 1000);
 /// The largest ratio of a count to that of another program.
 const MOST: f64 = 1.005;
+/// The largest ratio of a count with a limit to that without.
+const LIMITED: f64 = 1.01;
+/// A limit of all that a request is counted for, and that none reaches.
+const UNREACHED: &str = "iops=1000000000,bytes=1000000000000";
 /// The largest ratio of a count to the recorded one; its inverse is the smallest.
 const HELD: f64 = 1.02;
 
@@ -47,7 +51,7 @@ pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<
     for (name, image) in images.all() {
         let counted = |program: PathBuf| {
             let image = image.clone();
-            move || instructions(&program, &image)
+            move || instructions(&program, &image, &[])
         };
         let title = format!("{name}, 4 KiB randread, depth 32: instructions a request");
         let mut plan = Plan::new(&title).add("now", counted(bench.clone()));
@@ -65,7 +69,20 @@ pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<
     if arguments.hold {
         hold(&rows)?;
     }
+    rows.push(limited(rounds, &bench, &images.file("raw"))?);
     Ok(rows)
+}
+
+/// What a limit costs that is set and not reached.
+fn limited(rounds: u32, bench: &Path, image: &str) -> Result<Measurement> {
+    let title = "raw, 4 KiB randread, depth 32, with a limit: instructions a request";
+    let rounds = Plan::new(title)
+        .add("without", || instructions(bench, image, &[]))
+        .add("with", || instructions(bench, image, &["--limit", UNREACHED]))
+        .run(rounds)?;
+    let of = |name: &str| rounds.each(|round| round.of(name).instructions);
+    let row = Measurement::of_runs(PART, title.to_owned(), "", &of("with"));
+    Ok(row.against_runs("without", &of("without")).target(Target::AtMost(LIMITED)))
 }
 
 /// The recorded figures, by the names of images.
@@ -148,21 +165,21 @@ impl Drop for Images {
 }
 
 /// A short and a longer run differ only in the number of requests: beginning and end are in both.
-fn instructions(program: &Path, image: &str) -> Result<Sample> {
+fn instructions(program: &Path, image: &str, options: &[&str]) -> Result<Sample> {
     let [(short, few), (long, many)] =
-        [count(program, image, STEPS.0)?, count(program, image, STEPS.1)?];
+        [count(program, image, options, STEPS.0)?, count(program, image, options, STEPS.1)?];
     ensure!(many > few, "{many} requests in the longer run, and {few} in the shorter one");
     Ok(Sample { instructions: (long - short) / (many - few), ..Sample::UNKNOWN })
 }
 
 /// The instructions of the queue's thread, and its requests. The work of other threads depends on time.
-fn count(program: &Path, image: &str, steps: u32) -> Result<(f64, f64)> {
+fn count(program: &Path, image: &str, options: &[&str], steps: u32) -> Result<(f64, f64)> {
     let counts = tempfile::tempdir().context("cannot make a folder for the counts")?;
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--quiet", "--fair-sched=yes", "--separate-threads=yes"]);
     let file = counts.path().join("counts");
     command.arg(format!("--callgrind-out-file={}", file.display())).arg(program);
-    command.args([image, "--engine", "aio", "--poll-us", "0"]);
+    command.args([image, "--engine", "aio", "--poll-us", "0"]).args(options);
     command.args(["--steps", &steps.to_string()]).env("NO_COLOR", "1");
     let said = steps::output(&mut command)?;
     let requests = number(&said, ("", " requests")).with_context(|| format!("it said {said}"))?;

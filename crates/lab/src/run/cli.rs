@@ -9,6 +9,7 @@ use ferrite_disk::size;
 use ferrite_io::engines::EngineChoice;
 use ferrite_loopback::CopyWith;
 use ferrite_serve::memory::parse_bytes;
+use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::Mover;
 use serde::{Deserialize, Serialize};
 
@@ -147,6 +148,10 @@ pub(crate) struct BenchArgs {
     /// The map of the mirror, which says what it lacks.
     #[arg(long, value_name = "FILE", requires = "mirror")]
     pub(crate) mirror_map: Option<PathBuf>,
+
+    /// Limit requests and bytes in a second, as those of ferrite serve are: iops=500,bytes_write=10485760.
+    #[arg(long, value_name = "LIMITS", default_value_t = Limits::default())]
+    pub(crate) limit: Limits,
 
     /// How data moves between a guest and buffers: copy, map, or persistent.
     #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]

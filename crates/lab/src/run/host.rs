@@ -21,7 +21,6 @@ use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::{Counters, Counts};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::path::full::OnFull;
-use ferrite_serve::path::limit::Limits;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::DomId;
@@ -479,7 +478,7 @@ pub(super) fn work_config(
         stays: false,
         tuning: args.tuning.tuning(),
         on_full: OnFull::Error,
-        limits: Limits::default(),
+        limits: args.limit,
         processors: Arc::new(Processors::new(polling, None, None)),
         counters: Counters::default(),
     })
