@@ -100,7 +100,11 @@ impl ImageTools<'_> {
             return Err(other);
         }
         let journal = journal::any_at(self.readable_state(), &raw)?;
-        Ok(Checked { journal, ..formats::check(&raw, name.format, rules)? })
+        let mut checked = Checked { journal, ..formats::check(&raw, name.format, rules)? };
+        if journal {
+            checked.expect_journal();
+        }
+        Ok(checked)
     }
 
     /// Repairs what can be repaired without guessing, if `force` is set; otherwise only reports these repairs, or the

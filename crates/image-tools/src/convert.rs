@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
 
 use ferrite_disk::Disk;
+use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
     DiskError, ErrorKind, Format, ImageName, OnDamage, OpenOptions, SECTOR_BYTES,
 };
@@ -159,11 +160,13 @@ impl ImageTools<'_> {
             copying.tolerate(lost);
         }
         let copied = context.run(copying.run());
+        let is_full = copied.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::StorageFull);
+        let left = is_full.then(|| context.run(copying.left_bytes()).ok()).flatten();
         drop(copying);
         if let Err(e) = copied {
             return Err(match self.is_device(&to.path) {
                 true => too_small(broken(what(), e)),
-                false => interrupted(what(), e, is_untold),
+                false => interrupted(what(), e, is_untold, left),
             });
         }
         drop(target);
@@ -299,7 +302,8 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
     }
 }
 
-fn interrupted(what: String, e: io::Error, is_untold: bool) -> DiskError {
+/// The error of a copy that is not complete; `left` bytes of data do not fit.
+fn interrupted(what: String, e: io::Error, is_untold: bool, left: Option<u64>) -> DiskError {
     let kind = match e.kind() {
         io::ErrorKind::Interrupted => ErrorKind::Interrupted,
         io::ErrorKind::InvalidData => ErrorKind::Damaged,
@@ -318,6 +322,11 @@ fn interrupted(what: String, e: io::Error, is_untold: bool) -> DiskError {
     };
     match kind {
         ErrorKind::Damaged => DiskError::new(kind, what, why, format!("{DAMAGED}; {help}")),
+        _ if let Some(left) = left => {
+            let room =
+                format!("up to {} of data are not copied yet: make room for them", Human(left));
+            DiskError::new(kind, what, why, format!("{room}; {help}"))
+        }
         _ => DiskError::new(kind, what, why, help),
     }
     .with_source(e)

@@ -273,6 +273,20 @@ impl<'a> Copying<'a> {
         }
     }
 
+    /// The bytes of data that were not copied, at most.
+    pub(super) async fn left_bytes(&self) -> io::Result<u64> {
+        let failed = self.in_flight.borrow().first().copied();
+        let (mut at, mut left) = (failed.unwrap_or(self.next.get()), 0);
+        while at < self.end {
+            let (what, len) = self.look(at).await?;
+            if what.is_some_and(|what| what != What::Zeros) {
+                left += len;
+            }
+            at += len;
+        }
+        Ok(left)
+    }
+
     async fn copy(&self, piece: Piece, buf: Span) -> io::Result<()> {
         let (to, to_port) = &self.to;
         if piece.zeros {

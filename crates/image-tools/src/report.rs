@@ -1,5 +1,7 @@
 //! The results of operations, with the field names of the JSON output (docs/images.md). Sizes and offsets are bytes.
 
+use std::mem;
+
 use serde::Serialize;
 
 pub use ferrite_disk_base::journal::JournalState;
@@ -266,6 +268,34 @@ impl Checked {
     pub(super) fn add_first(&mut self, finding: Finding) {
         self.counts.add(finding.class, finding.mendable);
         self.findings.insert(0, finding);
+    }
+
+    /// Joins all leaks into one harmless finding, as the image has a journal: its completed writes have space that
+    /// nothing in the image refers to yet. Which leaks are others is known when they are in the image.
+    pub(super) fn expect_journal(&mut self) {
+        let leaks = mem::take(&mut self.counts.leaks);
+        if leaks == 0 {
+            return;
+        }
+        let is_leak = |found: &Finding| found.class == Class::Leak;
+        let (listed, mut others): (Vec<_>, Vec<_>) =
+            mem::take(&mut self.findings).into_iter().partition(is_leak);
+        let mendable = if listed.iter().all(|found| found.mendable) { leaks } else { 0 };
+        self.counts.mendable = self.counts.mendable.saturating_sub(mendable);
+        self.more_findings = self.more_findings.saturating_sub(leaks - listed.len() as u64);
+        self.counts.add(Class::Harmless, false);
+        others.push(Finding {
+            offset_bytes: None,
+            kind: "journal".into(),
+            why: format!(
+                "nothing in the image refers to {leaks} allocated places yet: completed writes of the \
+                 journal may be there"
+            ),
+            class: Class::Harmless,
+            harmless: true,
+            mendable: false,
+        });
+        self.findings = others;
     }
 
     /// Whether it reads correctly.

@@ -19,13 +19,15 @@ pub struct StoreName {
 }
 
 impl StoreName {
-    /// The last `#` separates. With nothing behind it the store itself is meant, whatever else its path has.
+    /// `store:` may stand before it, as where an image is named. The last `#` separates. With nothing behind it the store itself is meant, whatever else its path has.
     ///
     /// # Errors
     /// There is no path, it has control characters, or the volume's name is none.
     pub fn parse(text: &(impl AsRef<OsStr> + ?Sized)) -> Result<StoreName, DiskError> {
         let text = text.as_ref();
         let bytes = text.as_bytes();
+        // As images are named.
+        let bytes = bytes.strip_prefix(b"store:").unwrap_or(bytes);
         let (path, volume) = match bytes.iter().rposition(|byte| *byte == b'#') {
             Some(at) => (&bytes[..at], &bytes[at + 1..]),
             None => (bytes, &b""[..]),
@@ -91,6 +93,8 @@ mod tests {
         assert_eq!(parsed("/srv/store#web-1.x"), of("/srv/store", Some("web-1.x")));
         assert_eq!(parsed("a#b#c"), of("a#b", Some("c")));
         assert_eq!(parsed("a#b#"), of("a#b", None));
+        assert_eq!(parsed("store:a#b"), of("a", Some("b")));
+        assert_eq!(parsed("./store:a"), of("./store:a", None));
         assert_eq!(StoreName::parse("a#b#c").unwrap().to_string(), "a#b#c");
     }
 

@@ -19,7 +19,9 @@
 //! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is locked. That is
 //! a check and no lock: a later attachment is not noticed.
 
+use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -343,13 +345,26 @@ fn classify(path: &Path, stat: &Stat) -> Result<Medium, DiskError> {
     Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help))
 }
 
+/// The path before its last `#`, which may be that of a store.
+fn before_sign(path: &Path) -> Option<&Path> {
+    let bytes = path.as_os_str().as_bytes();
+    let at = bytes.iter().rposition(|byte| *byte == b'#')?;
+    Some(Path::new(OsStr::from_bytes(&bytes[..at])))
+}
+
 fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
     let or_writable = format!("{READ_ONLY}, or make it writable");
+    let perhaps_volume = format!("say store:{}, if that is a volume of a store", path.display());
     let (kind, why, help) = match e {
         Errno::NOENT | Errno::NOTDIR => (
             ErrorKind::NotFound,
             "there is no such file".to_owned(),
-            "check the path; ferrite image create and convert make images, and ferrite store create stores",
+            match before_sign(path).is_some_and(Path::is_file) {
+                true => &perhaps_volume,
+                false => {
+                    "check the path; ferrite image create and convert make images, and ferrite store create stores"
+                }
+            },
         ),
         Errno::ACCESS | Errno::PERM => (
             ErrorKind::Permission,

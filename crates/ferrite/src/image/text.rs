@@ -11,7 +11,8 @@ use ferrite_image_tools::{
 
 use crate::plain::one_line;
 
-fn with_notes(mut line: String, notes: &[String]) -> String {
+/// A line, and notes below it.
+pub(crate) fn with_notes(mut line: String, notes: &[String]) -> String {
     line.push('\n');
     for note in notes {
         let _ = writeln!(line, "note: {}", one_line(note));
@@ -223,12 +224,18 @@ fn findings(image: &Checked) -> String {
         let _ = writeln!(
             out,
             "  its journal has completed writes that are not in the image yet: if no server uses \
-             it, ferrite image repair --force brings them in"
+             it, ferrite image repair --force brings them in\n  \
+             do not repair it with another program (qemu-img check -r, vhd-util repair) before: these \
+             writes would be lost"
         );
     }
     if image.unused_bytes > 0 {
         let unused = Human(image.unused_bytes);
-        let _ = writeln!(out, "  {unused} of the file are unused: repair --force frees them");
+        let what = match image.journal {
+            true => "are in no cluster in use: completed writes of the journal may be there",
+            false => "are unused: repair --force frees them",
+        };
+        let _ = writeln!(out, "  {unused} of the file {what}");
     }
     for found in &image.findings {
         let at = found.offset_bytes.map_or(String::new(), |at| format!(" at byte {at}"));
@@ -329,6 +336,25 @@ pub(super) fn dropped(all: &[JournalInfo]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_journal_is_no_work_for_other_programs() {
+        let checked = Checked {
+            path: "a.qcow2".into(),
+            format: "qcow2",
+            counts: Counts::default(),
+            findings: Vec::new(),
+            more_findings: 0,
+            unused_bytes: 65536,
+            journal: true,
+        };
+        let text = findings(&checked);
+        assert!(
+            text.contains("do not repair it with another program (qemu-img check -r"),
+            "{text}"
+        );
+        assert!(!text.contains("are unused"), "{text}");
+    }
 
     #[test]
     fn a_date_is_that_of_the_calendar() {

@@ -130,6 +130,10 @@ pub(crate) struct CreateArgs {
     #[arg(long, value_name = "NAME", default_value = DOMAIN, conflicts_with_all = ["store_size", "force"])]
     pub(crate) domain: OsString,
 
+    /// Make a store that its file system cannot hold without a note about that.
+    #[arg(long, conflicts_with = "size")]
+    pub(crate) overcommit: bool,
+
     /// Let the new store compress content, after the writes of guests are answered.
     #[arg(long, value_name = "HOW", conflicts_with = "size")]
     pub(crate) compress: Option<Compress>,

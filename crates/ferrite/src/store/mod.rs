@@ -266,7 +266,10 @@ fn create(tools: &ImageTools<'_>, out: &Out, args: &CreateArgs) -> Result<(), Fa
         if args.size.is_some() {
             return refused("it names a store, whose size is an option", "say --size SIZE");
         }
-        let made = tools.create_store(&name, args.store_size, args.force)?;
+        let mut made = tools.create_store(&name, args.store_size, args.force)?;
+        if args.overcommit {
+            made.notes.clear();
+        }
         if let Some(packing) = args.compress.and_then(packing) {
             tools.set_packing(&name.path, Some(packing))?;
         }

@@ -10,10 +10,12 @@ use ferrite_image_tools::stores::{
 use ferrite_store::check::StoreFinding;
 use ferrite_store::live::{VolumeInfo, WorkInfo};
 
+use crate::image::text::with_notes;
 use crate::plain::one_line;
 
 pub(super) fn made(made: &StoreMade) -> String {
-    format!("{}: store of {}\n", one_line(&made.path), Human(made.store_bytes))
+    let line = format!("{}: store of {}", one_line(&made.path), Human(made.store_bytes));
+    with_notes(line, &made.notes)
 }
 
 pub(super) fn done(done: &VolumeDone) -> String {

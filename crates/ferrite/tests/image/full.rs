@@ -48,6 +48,7 @@ fn a_conversion_that_fills_the_disk_goes_on_when_there_is_room() {
         let Some(text) = on_a_small_disk(&place, &script) else { return };
         let (failed, went_on) = text.split_once("full\n").unwrap();
         assert!(failed.contains("o space left") && failed.contains("--resume"), "{text}");
+        assert!(failed.contains("MiB of data are not copied yet: make room for them"), "{text}");
         assert!(!went_on.contains("partial"), "{text}");
         // Images have metadata of their own to write before any data count as done.
         let from_the_start = went_on.starts_with("  \"done_bytes\": 0\n");

@@ -182,6 +182,17 @@ fn a_store_is_found_in_another_folder_behind_a_link_and_with_a_sign_in_its_name(
 }
 
 #[test]
+fn stores_may_be_named_as_images_are_and_volumes_that_are_not_get_told_how() {
+    let place = place();
+    assert_eq!(place.store_ok(&["list", "store:s"]), place.store_ok(&["list", "s"]));
+    place.store_ok(&["snapshot", "store:s#disk", "tuesday"]);
+    let text = place.fails(3, &["info", "s#disk"]);
+    assert!(text.contains("say store:s#disk"), "{text}");
+    let text = place.fails(3, &["info", "t#disk"]);
+    assert!(!text.contains("say store:"), "{text}");
+}
+
+#[test]
 fn what_is_no_store_or_a_part_of_one_is_refused_in_words() {
     let place = place();
     fs::write(place.path("text"), "no store\n".repeat(9000)).unwrap();

@@ -76,6 +76,7 @@ fn a_store_that_there_is_no_space_for_is_not_made_and_one_that_is_there_has_some
                   ls -A
                   echo listed
                   $F create s --size 32M
+                  $F create s --size 32M --force --overcommit
                   $F create s#a 1T
                   head -c 9m /dev/zero > filler || true
                   $F rename s#a b
@@ -95,6 +96,8 @@ fn a_store_that_there_is_no_space_for_is_not_made_and_one_that_is_there_has_some
         failed.contains("help: make room on its file system, or choose a smaller store"),
         "{text}"
     );
+    let notes = rest.lines().filter(|line| line.starts_with("note: its file system has"));
+    assert_eq!(notes.count(), 1, "{text}");
     assert!(failed.lines().count() == 2 && rest.ends_with("s: in order\n"), "{text}");
 }
 

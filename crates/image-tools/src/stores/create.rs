@@ -2,7 +2,8 @@
 
 use std::io;
 
-use ferrite_disk_base::{DiskError, ErrorKind};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, SpaceBelow};
 use ferrite_host::clock;
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::Name;
@@ -77,7 +78,21 @@ impl ImageTools<'_> {
         };
         let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
         context.run(until_stopped(&goes_on, made)).map_err(cannot)?;
+        let notes = raw.space_below().and_then(|below| overcommitted(bytes, below));
         file.finish()?;
-        Ok(StoreMade { path: path.display().to_string(), store_bytes: bytes })
+        let notes = notes.into_iter().collect();
+        Ok(StoreMade { path: path.display().to_string(), store_bytes: bytes, notes })
     }
+}
+
+/// The note that a store of so many bytes is larger than what its file has and can still get.
+fn overcommitted(bytes: u64, below: SpaceBelow) -> Option<String> {
+    let SpaceBelow { free_bytes, taken_bytes } = below;
+    (taken_bytes.saturating_add(free_bytes) < bytes).then(|| {
+        format!(
+            "its file system has {} free: it is full before the store is, and guests' writes wait or fail then \
+             (ferrite store stats shows both; --overcommit leaves this note out)",
+            Human(free_bytes)
+        )
+    })
 }

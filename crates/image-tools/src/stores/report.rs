@@ -20,6 +20,8 @@ pub struct StoreMade {
     pub path: String,
     /// Its size.
     pub store_bytes: u64,
+    /// What its user should know: its file system cannot hold all of it.
+    pub notes: Vec<String>,
 }
 
 /// The result of a change of a volume.

@@ -5,6 +5,7 @@
 mod backup;
 mod bound;
 pub(crate) mod burners;
+mod commands;
 mod crowd;
 mod disk;
 pub(crate) mod ferrite;
@@ -81,6 +82,8 @@ enum Part {
     Bound,
     /// VHD and qcow2, full, partly filled, fresh and in chains, compared with raw.
     Images,
+    /// `ferrite image`, compared with qemu-img on full, half-empty, fragmented and thin images.
+    Commands,
     /// A volume of a store, compared with raw on the same disk.
     Store,
     /// Disks by NBD, compared with qemu-nbd.
@@ -118,6 +121,7 @@ impl Part {
         Part::Disk,
         Part::Bound,
         Part::Images,
+        Part::Commands,
         Part::Store,
         Part::Nbd,
         Part::Merges,
@@ -141,6 +145,7 @@ impl Part {
             Part::Disk => "disk",
             Part::Bound => "bound",
             Part::Images => "images",
+            Part::Commands => "commands",
             Part::Store => "store",
             Part::Nbd => "nbd",
             Part::Merges => "merges",
@@ -164,6 +169,7 @@ impl Part {
             Part::Disk => disk::run(&Setup::new(arguments)?),
             Part::Bound => bound::run(&Setup::new(arguments)?),
             Part::Images => images::run(&Setup::new(arguments)?),
+            Part::Commands => commands::run(&Setup::new(arguments)?),
             Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Merges => merges::run(&Setup::new(arguments)?),
