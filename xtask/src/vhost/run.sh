@@ -25,7 +25,8 @@ disk() { "$FERRITE" disk "$@" --run-dir "$run"; }
 daemon() {
     "$FERRITE" daemon --run-dir "$run" --config ferrite.toml >>server.log 2>&1 &
     server=$!
-    until disk list >/dev/null 2>&1; do sleep 0.1; done
+    # Without Xen "disk list" does not succeed.
+    until ./tap-ctl list --run-dir "$run" >/dev/null 2>&1; do sleep 0.1; done
 }
 worker() { pgrep -f "worker .*$run" | head -n 1; }
 serve() {
