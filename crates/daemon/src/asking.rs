@@ -23,6 +23,8 @@ use crate::{Assignment, Failure, Shared};
 
 /// How long a disk that is being opened is waited for, and how long its worker may take.
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// How often a disk is tried to be served again that was served when its worker was asked.
+const TRIES: u64 = 3;
 /// Workers that may die while they are asked one question.
 const MOST_DEATHS: u32 = 3;
 
@@ -235,9 +237,12 @@ fn found(shared: &Shared, real: &Path) -> Option<(DiskId, Phase)> {
 
 /// The reply of a disk's worker. `None`: its image is not open any more.
 fn reply_of(shared: &Shared, id: DiskId, about: About) -> Option<Result<Told, Failure>> {
-    let mut number = 0;
+    let (mut number, mut given_up_at) = (0, 0);
     shared.table.change(id, |entry| {
         number = entry.questions.add(about);
+        // The death of a keeper or worker may make the disk fail for a moment.
+        let may_come_again = matches!(entry.phase, Phase::Served | Phase::Starting);
+        given_up_at = entry.starts + if may_come_again { TRIES } else { 0 };
         entry.wake();
     });
     let reply = shared.table.wait_for(TIMEOUT, |disks| {
@@ -247,7 +252,10 @@ fn reply_of(shared: &Shared, id: DiskId, about: About) -> Option<Result<Told, Fa
             (None, Phase::Empty | Phase::Resting(_) | Phase::Paused | Phase::Suspended) => {
                 Some(None)
             }
-            (None, Phase::Failed(failure)) => Some(Some(Err(failure.clone()))),
+            (None, Phase::Failed(failure)) if entry.starts >= given_up_at => {
+                Some(Some(Err(failure.clone())))
+            }
+            (None, Phase::Failed(_)) => None,
             (None, Phase::Starting | Phase::Served) => None,
         }
     });
