@@ -25,6 +25,8 @@ use crate::{Assignment, Failure, Shared};
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a worker may take to tell what it has in memory.
 const AT_ONCE: Duration = Duration::from_secs(1);
+/// How often a disk is tried to be served again that was served when its worker was asked.
+const TRIES: u64 = 3;
 /// Workers that may die while they are asked one question.
 const MOST_DEATHS: u32 = 3;
 
@@ -254,9 +256,12 @@ fn reply_of(
     about: About,
     within: Duration,
 ) -> Option<Result<Told, Failure>> {
-    let mut number = 0;
+    let (mut number, mut given_up_at) = (0, 0);
     shared.table.change(id, |entry| {
         number = entry.questions.add(about);
+        // The death of a keeper or worker may make the disk fail for a moment.
+        let may_come_again = matches!(entry.phase, Phase::Served | Phase::Starting);
+        given_up_at = entry.starts + if may_come_again { TRIES } else { 0 };
         entry.wake();
     });
     let reply = shared.table.wait_for(within, |disks| {
@@ -266,7 +271,10 @@ fn reply_of(
             (None, Phase::Empty | Phase::Resting(_) | Phase::Paused | Phase::Suspended) => {
                 Some(None)
             }
-            (None, Phase::Failed(failure)) => Some(Some(Err(failure.clone()))),
+            (None, Phase::Failed(failure)) if entry.starts >= given_up_at => {
+                Some(Some(Err(failure.clone())))
+            }
+            (None, Phase::Failed(_)) => None,
             (None, Phase::Starting | Phase::Served) => None,
         }
     });

@@ -101,7 +101,7 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
     if let Err(e) = sweep(&mut store, host.run, &format!("backend/{BACKEND_KIND}")) {
         tracing::warn!("cannot look for remains of detached disks: {e}");
     }
-    if let Some(control) = &args.control.control {
+    if let Some(control) = disks.iter().find_map(|disk| disk.control.control.as_deref()) {
         return controlled(&disks, control, host, &mut store, &stop);
     }
     let limit = limit(args);

@@ -429,6 +429,7 @@ fn a_control_folder_is_that_of_one_disk_and_one_process() {
     let new = world.path("new");
     assert!(said("a.qcow2", &new).contains("has locked it"));
     assert!(!new.exists(), "nothing is left of an export that has not begun");
+    world.fails(&["disk", "detach", "tap/0"], "is served by one process");
     let listed = world.does(&["disk", "list"]);
     assert!(listed.contains("tap/0"), "{listed}");
 }

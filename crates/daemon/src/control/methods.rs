@@ -310,8 +310,14 @@ fn detach(shared: &Shared, request: &DetachParams) -> Result<Detached, RpcError>
     let id = request.disk;
     found(shared, id)?;
     if id.is_tap() {
-        let message = format!("{id} is a tap, which its storage manager closes");
-        return Err(RpcError::new(code::FAILED, message, "tap-ctl close, and tap-ctl detach"));
+        let (message, help) = match crate::is_standalone(&shared.paths.run) {
+            true => (format!("{id} is served by one process"), "stop that (SIGTERM)"),
+            false => (
+                format!("{id} is a tap, which its storage manager closes"),
+                "tap-ctl close, and tap-ctl detach",
+            ),
+        };
+        return Err(RpcError::new(code::FAILED, message, help));
     }
     let mut store = store(shared)?;
     let mut seen = Snapshot::read(&mut store, id).map_err(|e| failed(&e))?;

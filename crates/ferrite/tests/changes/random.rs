@@ -344,7 +344,14 @@ impl Story {
             assert!(block.iter().all(|byte| *byte == stamps[i]), "client's block {i}");
         }
         chain.sort();
-        assert_eq!(lab.files(), chain, "files are left");
+        // What a merge that was cancelled has copied is noted beside the lower end, for the next one.
+        let is_note = |file: &String| {
+            let image = file.split(".ferrite-merge.partial.json").next().unwrap();
+            image != file && chain.iter().any(|name| name == image)
+        };
+        let mut files = lab.files();
+        files.retain(|file| !is_note(file));
+        assert_eq!(files, chain, "files are left");
         wait_until("no processes", || lab.host.processes().is_empty());
     }
 }
@@ -368,7 +375,19 @@ impl Drop for Teller<'_> {
     }
 }
 
+/// Tells the seed of a story that fails, also at its end.
+struct Seed(u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{SEED}={}", self.0);
+        }
+    }
+}
+
 fn tell(seed: u64) {
+    let _seed = Seed(seed);
     let mut story = Story::new(seed);
     {
         let teller = Teller(seed, &mut story);

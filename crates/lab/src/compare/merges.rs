@@ -1,7 +1,7 @@
 //! A merge below the leaf of a disk that is in use, compared with QEMU's `block-commit` on the same images and load.
 //!
 //! The chain is qcow2: a leaf, an image with half of the disk's blocks, and a base with all of them. It is made once, and
-//! copied for each run. The load is fio's by NBD: first alone, and then for as long as the merge takes.
+//! copied for each run. The load is fio's by NBD: for as long as the merge takes, and alone before and after it.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -175,11 +175,14 @@ fn commit(socket: &Path) -> Result<()> {
     bail!("QEMU has closed its monitor")
 }
 
-/// The rate of a load alone, and then while `merge` is done.
+/// The rate of a load while `merge` is done, by that before and after it: the leaf fills, and is faster then.
 fn measure(setup: &Setup, socket: &Path, merge: impl FnOnce() -> Result<()>) -> Result<Merged> {
-    let alone = Load::start(socket)?;
-    std::thread::sleep(Duration::from_secs_f64(setup.seconds));
-    let alone = alone.end()?;
+    let alone = || {
+        let load = Load::start(socket)?;
+        std::thread::sleep(Duration::from_secs_f64(setup.seconds));
+        load.end()
+    };
+    let before = alone()?;
     let load = Load::start(socket)?;
     // fio has begun when the merge does.
     std::thread::sleep(Duration::from_millis(300));
@@ -187,7 +190,8 @@ fn measure(setup: &Setup, socket: &Path, merge: impl FnOnce() -> Result<()>) -> 
     merge()?;
     let took = begun.elapsed().as_secs_f64();
     let beside = load.end()?;
-    Ok(Merged { rate: MIB as f64 / 2.0 / took, kept: beside / alone })
+    let usual = f64::midpoint(before, alone()?);
+    Ok(Merged { rate: MIB as f64 / 2.0 / took, kept: beside / usual })
 }
 
 /// A running fio.
