@@ -3,7 +3,7 @@
 
 use std::io;
 
-use ferrite_disk_base::{Port, Raw, Run, is_damage};
+use ferrite_disk_base::{Format, Port, Raw, Run, is_damage};
 use ferrite_images::{Layer, Mapping};
 
 use crate::disk::{Disk, Work};
@@ -156,8 +156,10 @@ pub async fn look_at_layer(
     loop {
         let piece = match layer.find(offset, len) {
             Mapping::Backing { len } => return Ok((None, len)),
-            Mapping::Miss { len } => {
-                layer.load(port, port.files[i], offset, len).await?;
+            Mapping::Miss { len: missing } => {
+                // The walk comes to what is behind it, too: tables of qcow2 are read ahead.
+                let wanted = if layer.format() == Format::Qcow2 { len } else { missing };
+                layer.load(port, port.files[i], offset, wanted).await?;
                 continue;
             }
             Mapping::Data { offset, len } => data(layer.medium(), i, offset, len),

@@ -1,7 +1,7 @@
 //! `ferrite image`: disk images that are not in use. `ferrite_image_tools` does the work; this module has names,
 //! options, progress and text.
 
-use std::io::{self, Write as _};
+use std::io::{self, BufWriter, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
@@ -229,14 +229,19 @@ fn info(tools: &ImageTools<'_>, out: &Out<'_>, args: &InfoArgs) -> Result<(), Fa
     end.map_or(Ok(()), |e| Err(e.into()))
 }
 
+/// The bytes of a map that are printed at a time.
+const MAP_BUFFER: usize = 64 << 10;
+
 /// Prints extents as they are found: there may be millions.
 fn map(tools: &ImageTools<'_>, out: &Out<'_>, args: &MapArgs) -> Result<(), Failure> {
     let name = args.one.named.disk()?;
     let end = args.max_length.map_or(u64::MAX, |most| args.start_offset.saturating_add(most));
     let mut printed = Ok(());
     let mut first = true;
+    // Standard output by itself makes a system call for each line.
+    let mut to = BufWriter::with_capacity(MAP_BUFFER, io::stdout().lock());
     let mut put = |text: String| {
-        printed = io::stdout().lock().write_all(text.as_bytes());
+        printed = to.write_all(text.as_bytes());
         printed.is_ok()
     };
     let head = || if out.json { "[".into() } else { text::map_head() };
@@ -259,6 +264,7 @@ fn map(tools: &ImageTools<'_>, out: &Out<'_>, args: &MapArgs) -> Result<(), Fail
     if out.json && (mapped.is_ok() || !first) {
         put("\n]\n".into());
     }
+    let printed = printed.and_then(|()| to.flush());
     mapped?;
     match printed {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {

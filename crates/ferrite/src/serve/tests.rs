@@ -3,7 +3,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{FileExt as _, symlink};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::processes::{CHUNK, CHUNKS, Load};
-use ferrite_testkit::{PATIENCE, stores, wait_until};
+use ferrite_testkit::{PATIENCE, images, stores, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -283,6 +283,37 @@ fn a_disk_that_fails_is_named_at_once_and_the_others_are_served() {
     // Different codes become the general code of a failure.
     let mut served = world.serve("no.img --xen 1/xvda locked.img --xen 1/xvdb");
     served.ends_with(1, &["2 of 2 disks", "1/51712, 1/51728"]);
+}
+
+/// Only reads of what is damaged fail.
+#[test]
+fn a_damaged_image_is_served_if_it_is_only_read() {
+    let mut world = World::new();
+    let image = images::make(world.dir.path(), "vhd", 8 << 20);
+    let disk = Disk::open_image(&images::name(&image), &OpenOptions::default()).unwrap();
+    let mut session = images::session(disk);
+    session.write(4096, &[7; 4096]).unwrap();
+    session.close().unwrap();
+    // The second block's entry in the table.
+    let file = File::options().write(true).open(&image).unwrap();
+    file.write_all_at(&[0x10, 0, 0, 0], 1536 + 4).unwrap();
+    let mut served = world.serve("disk.vhd --xen 1/xvda");
+    served.ends_with(5, &["--read-only"]);
+    let attached = world.attach(1, 0);
+    let mut served = world.serve("--read-only disk.vhd --xen 1/xvda");
+    let mut front = world.front(&attached);
+    reads(&mut front, 7);
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[0].read(4096, &buffer, 0, 4096).unwrap();
+    assert!(!front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    reads(&mut front, 7);
+    let said = served.said();
+    assert!(
+        said.contains("WARN") && said.contains("the block at byte 2097152 of the disk"),
+        "{said}"
+    );
+    world.unplug(&attached, front);
+    served.ends_with(0, &[]);
 }
 
 #[test]

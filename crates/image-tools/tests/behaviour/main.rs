@@ -20,3 +20,4 @@ mod stretches;
 mod tools;
 mod tools_files;
 mod tools_rights;
+mod walks;

@@ -9,7 +9,7 @@ use ferrite_image_tools::{Convert, ImageTools, NewImage, Salvaged};
 use ferrite_simio::{Fault, On, SimWorld};
 
 use crate::common::vhd::{at, options};
-use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
+use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
 use crate::tools::name;
 
 /// Of the images here: a block of a VHD, a cluster of a qcow2 image.
@@ -308,6 +308,34 @@ fn what_the_medium_cannot_read_is_lost_by_the_page() {
         let ranges: Vec<_> = done.ranges.iter().map(|r| (r.start_bytes, r.length_bytes)).collect();
         assert_eq!(ranges, [(5 * UNIT + 3 * 4096, 2 * 4096)], "{format}: {done:?}");
     }
+}
+
+/// A loop device cannot read what its file has lost. Without its L1 table nothing of the image can be found.
+#[test]
+fn an_image_whose_l1_table_the_medium_cannot_read_is_refused() {
+    let dir = dir_on_disk();
+    let file = at(&dir, "device");
+    File::create(&file).unwrap().set_len(8 * MIB).unwrap();
+    let Some(device) = Loop::attach(&file, 512) else { return };
+    let image = name("qcow2", &device.0);
+    let new = NewImage { bytes: Some(BYTES), force: true, ..NewImage::default() };
+    work(None, |tools| tools.create(&image, &new)).unwrap();
+    fill(&image, 0..UNITS);
+    // Its L1 table moves to the last MiB of the device.
+    let (l1, entry) = (number(&device.0, 40), number(&device.0, number(&device.0, 40)));
+    assert!(l1 < 7 * MIB && entry != 0);
+    put(&device.0, 7 * MIB, &entry.to_be_bytes());
+    put(&device.0, 40, &(7 * MIB).to_be_bytes());
+    let copy = || {
+        let to = at(&dir, "copy.img");
+        let _ = fs::remove_file(&to);
+        work(None, |tools| tools.salvage(&image, &name("raw", &to), &Convert::default()))
+    };
+    assert_eq!(copy().unwrap().damaged_bytes, 0);
+    File::options().write(true).open(&file).unwrap().set_len(7 * MIB).unwrap();
+    let refused = copy().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Io, "{refused}");
+    assert!(!at(&dir, "copy.img").exists());
 }
 
 #[test]

@@ -119,8 +119,8 @@ impl ImageFormat for Qcow2 {
         }
     }
 
-    async fn load(&self, port: &Port, file: FileId, offset: u64, _: u64) -> io::Result<()> {
-        self.tell(Qcow2::load(self, port, file, offset).await)
+    async fn load(&self, port: &Port, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        self.tell(Qcow2::load(self, port, file, offset, len).await)
     }
 
     async fn prepare(&self, port: &Port, offset: u64, _: u64) -> io::Result<()> {

@@ -1,9 +1,9 @@
-//! Compressed clusters: raw deflate or one zstd frame, and never more than a cluster of output.
+//! Compressed clusters: raw deflate or one zstd frame of just a cluster, and never more than a cluster of output.
 
-use std::io::{self, Read};
+use std::io;
 
 use flate2::{Decompress, FlushDecompress, Status};
-use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
+use zstd_safe::{DCtx, find_frame_compressed_size, get_error_name};
 
 /// The compression of an image's clusters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,10 +14,6 @@ pub(crate) enum Compression {
     /// One zstd frame per cluster.
     Zstd,
 }
-
-/// The memory that a frame may ask for: more than four times the largest cluster. A hostile frame's own figure is not
-/// trusted.
-const MAX_ZSTD_WINDOW_BYTES: u64 = 8 << 20;
 
 /// Unpacks one cluster of exactly `to.len()` bytes; further bytes of `packed` are ignored.
 ///
@@ -43,11 +39,13 @@ fn inflate(packed: &[u8], to: &mut [u8]) -> io::Result<()> {
 }
 
 fn zstd(packed: &[u8], to: &mut [u8]) -> io::Result<()> {
-    let mut decoder = FrameDecoder::new();
-    decoder.set_max_window_size(MAX_ZSTD_WINDOW_BYTES);
-    let mut stream =
-        StreamingDecoder::new_with_decoder(packed, decoder).map_err(|e| damaged(&e.to_string()))?;
-    stream.read_exact(to).map_err(|e| damaged(&format!("the zstd frame: {e}")))
+    let damaged = |code| damaged(&format!("the zstd frame: {}", get_error_name(code)));
+    let bytes = find_frame_compressed_size(packed).map_err(damaged)?;
+    // Into one buffer: no window is allocated, whatever the frame asks for.
+    match DCtx::create().decompress(to, &packed[..bytes]).map_err(damaged)? {
+        all if all == to.len() => Ok(()),
+        _ => Err(self::damaged("the zstd frame ends too early")),
+    }
 }
 
 fn damaged(why: &str) -> io::Error {
@@ -83,6 +81,36 @@ mod tests {
         let mut out = vec![0; 4096];
         let e = unpack(Compression::Deflate, &packed, &mut out).unwrap_err();
         assert_eq!(e.kind(), io::ErrorKind::InvalidData);
+    }
+
+    /// Frames of one raw block each, as the format's specification has them (RFC 8878).
+    fn zstd_frame(window: u8, bytes: &[u8]) -> Vec<u8> {
+        let mut packed = vec![0x28, 0xB5, 0x2F, 0xFD, 0x00, window];
+        packed.extend_from_slice(&((bytes.len() as u32) << 3 | 1).to_le_bytes()[..3]);
+        packed.extend_from_slice(bytes);
+        packed
+    }
+
+    #[test]
+    fn a_zstd_cluster_comes_back_whatever_follows_it() {
+        let bytes: Vec<u8> = (0..65536u32).map(|i| (i / 97) as u8).collect();
+        let mut packed = zstd_frame(10 << 3, &bytes);
+        packed.extend_from_slice(&[0xAA; 300]);
+        let mut out = vec![0; bytes.len()];
+        unpack(Compression::Zstd, &packed, &mut out).unwrap();
+        assert_eq!(out, bytes);
+    }
+
+    #[test]
+    fn a_zstd_frame_of_another_length_than_a_cluster_is_damaged() {
+        let packed = zstd_frame(10 << 3, &[7; 4096]);
+        for bytes in [4095, 4097] {
+            let e = unpack(Compression::Zstd, &packed, &mut vec![0; bytes]).unwrap_err();
+            assert_eq!(e.kind(), io::ErrorKind::InvalidData, "{bytes}");
+        }
+        for cut in 0..packed.len() {
+            assert!(unpack(Compression::Zstd, &packed[..cut], &mut [0; 4096]).is_err(), "{cut}");
+        }
     }
 
     #[test]

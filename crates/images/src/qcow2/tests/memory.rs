@@ -1,6 +1,7 @@
 //! Images with little memory for metadata.
 
 use super::*;
+use crate::Mapping;
 
 fn open_with(path: &Path, options: &OpenOptions) -> Session {
     let name = ferrite_disk_base::ImageName {
@@ -36,6 +37,44 @@ fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
         session.read(k << 19, &mut bytes).unwrap();
         assert_eq!(bytes, [k as u8 + 1; 512]);
     }
+}
+
+/// A walk over a disk reads the slices of a table at once, whether or not all of them fit into memory.
+#[test]
+fn a_slice_that_is_needed_stays_and_those_behind_it_come_with_it_for_a_walk_only() {
+    let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
+    let path = dir.path().join("a.qcow2");
+    create(&path, &NewImage::new(1 << 30));
+    let mut session = open_with(&path, &options());
+    // Two tables, each of 16 slices.
+    (0..32).for_each(|slice| session.write(slice << 25, &[7; 512]).unwrap());
+    session.close().unwrap();
+    for (metadata_bytes, fits) in [(1 << 20, true), (32 << 10, false)] {
+        let mut session = open_with(&path, &OpenOptions { metadata_bytes, ..options() });
+        let (disk, port) = (session.disk().clone(), session.port().clone());
+        let qcow2 = qcow2_of(&disk);
+        let is_here = |slice: u64| !matches!(qcow2.find(slice << 25, 512), Mapping::Miss { .. });
+        let mut load = |slice: u64, len| {
+            session.run(qcow2.load(&port, port.files[0], slice << 25, len)).unwrap().unwrap();
+            assert!(is_here(slice), "slice {slice} of memory for {metadata_bytes}");
+        };
+        load(0, 4 << 20);
+        assert!(!is_here(1));
+        for slice in 0..32 {
+            load(slice, (32 - slice) << 25);
+        }
+        if fits {
+            assert!((0..32).all(is_here));
+        }
+    }
+    let mut session = open_with(&path, &options());
+    let (disk, port) = (session.disk().clone(), session.port().clone());
+    let qcow2 = qcow2_of(&disk);
+    session.run(qcow2.load(&port, port.files[0], 0, 1 << 30)).unwrap().unwrap();
+    let here: Vec<u64> = (0..32)
+        .filter(|slice| !matches!(qcow2.find(slice << 25, 512), Mapping::Miss { .. }))
+        .collect();
+    assert_eq!(here, (0..16).collect::<Vec<u64>>());
 }
 
 /// The places of failed writes keep their entries in memory.

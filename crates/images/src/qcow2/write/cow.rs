@@ -20,10 +20,18 @@ use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{Qcow2, TABLE_LOCKS};
 
 impl Qcow2 {
-    /// Reads the slice that [`find`](Self::find) lacked, or reports an invalid entry.
-    pub(crate) async fn load(&self, port: &Port, file: FileId, offset: u64) -> io::Result<()> {
+    /// Reads the slice that [`find`](Self::find) lacked for `len` bytes of the disk, or reports an invalid entry. Of many
+    /// bytes, as tools walk over a disk, it reads the next slices, too.
+    pub(crate) async fn load(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
         let cluster = offset >> self.header.cluster_bits;
-        self.load_slice(port, file, cluster).await?;
+        let last = offset.saturating_add(len.max(1) - 1) >> self.header.cluster_bits;
+        self.load_slice(port, file, cluster, last).await?;
         self.check_entry(cluster)?;
         self.check_end(offset)
     }
@@ -44,7 +52,15 @@ impl Qcow2 {
 
     /// Reads one slice into the cache. Locked per table: a slice that was read before another task changed, wrote and
     /// evicted it must not be put in after that.
-    async fn load_slice(&self, port: &Port, file: FileId, cluster: u64) -> io::Result<()> {
+    /// The slices behind it up to that of cluster `last` are read with it, as far as its table and a piece of scratch
+    /// memory go. Of these only those are put in that were not there before the read: no other task can have changed them.
+    async fn load_slice(
+        &self,
+        port: &Port,
+        file: FileId,
+        cluster: u64,
+        last: u64,
+    ) -> io::Result<()> {
         let index = self.l1_index(cluster);
         let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
         let (slice, _) = self.slice(cluster);
@@ -56,18 +72,49 @@ impl Qcow2 {
         if self.on_damage != OnDamage::Refuse && offset + len as u64 > self.alloc.limit() {
             return Err(meta::damaged("the file ends within an L2 table"));
         }
-        let bytes = meta::read(port, file, offset, len).await?;
-        let mut words = self.words_of(slice, &bytes);
+        let slices = slice..slice + self.slices_at_once(slice, self.slice(last).0, offset);
+        let slices: Vec<(u64, bool)> = slices.map(|next| (next, !self.cache.holds(next))).collect();
+        let bytes = meta::read(port, file, offset, slices.len() * len).await?;
+        // The first one last: in a small cache the others may take its place.
+        for ((next, is_absent), bytes) in slices.iter().zip(bytes.chunks(len)).rev() {
+            if !is_absent {
+                continue;
+            }
+            let next = *next;
+            match self.checked_words(next, bytes) {
+                Ok(words) => {
+                    let _state = self.state();
+                    self.cache.install(next, &words);
+                }
+                Err(e) if next == slice => return Err(e),
+                // It is reported when it is needed.
+                Err(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// How many slices from `slice` to `last` are read at once: of one table, whose slice is at `offset` in the file.
+    fn slices_at_once(&self, slice: u64, last: u64, offset: u64) -> u64 {
+        let of_table = (self.header.l2_entries() / self.cache.slice_entries() as u64).max(1);
+        let end = (slice / of_table + 1) * of_table;
+        let len = self.cache.slice_entries() * self.header.form().entry_bytes();
+        let most = (end.min(last + 1) - slice).min((MAX_PIECE_BYTES / len) as u64).max(1);
+        let is_whole = offset + most * len as u64 <= self.alloc.limit();
+        if is_whole { most } else { 1 }
+    }
+
+    /// The words of a slice that was read.
+    fn checked_words(&self, slice: u64, bytes: &[u8]) -> io::Result<Vec<u64>> {
+        let mut words = self.words_of(slice, bytes);
         let count = self.cache.slice_entries().min(words.len());
         if self.on_damage != OnDamage::Refuse {
             self.blank_out(&mut words[..count]);
         }
-        if let Some(entry) = words[..count].iter().find(|entry| self.overlaps_metadata(**entry)) {
-            return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
+        match words[..count].iter().find(|entry| self.overlaps_metadata(**entry)) {
+            Some(entry) => Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table"))),
+            None => Ok(words),
         }
-        let _state = self.state();
-        self.cache.install(slice, &words);
-        Ok(())
     }
 
     /// The place of a slice in the file; `None`: there is no table.
@@ -152,7 +199,7 @@ impl Qcow2 {
         }
         let cluster = offset >> self.header.cluster_bits;
         self.own_table(port, self.l1_index(cluster)).await?;
-        self.load(port, port.files[0], offset).await?;
+        self.load(port, port.files[0], offset, 1).await?;
         if self.entry(cluster).is_some_and(|entry| self.in_place(entry).is_some()) {
             return Ok(());
         }
@@ -256,7 +303,7 @@ impl Qcow2 {
                     port.memory().fill(buf, 0);
                     return Ok(());
                 }
-                Mapping::Miss { .. } => self.load(port, file, offset).await?,
+                Mapping::Miss { .. } => self.load(port, file, offset, 1).await?,
                 _ => break,
             }
         }

@@ -69,7 +69,7 @@ impl Qcow2 {
                     continue;
                 }
                 Mapping::Miss { .. } => {
-                    self.load(port, port.files[0], at).await?;
+                    self.load(port, port.files[0], at, 1).await?;
                     break;
                 }
                 Mapping::Data { .. } | Mapping::Compressed { .. } | Mapping::Cow { .. } => {}
