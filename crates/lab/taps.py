@@ -266,7 +266,7 @@ def main():
         host.daemon.terminate()
         host.daemon.wait()
         os.chdir("/")
-        shutil.rmtree(host.dir)
+        shutil.rmtree(host.dir, ignore_errors=True)
 
 
 main()

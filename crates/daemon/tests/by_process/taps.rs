@@ -340,6 +340,13 @@ fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
         assert_eq!(std::fs::read_link(format!("/proc/{pid}/exe")).unwrap(), program);
     }
     open.end(&host);
+    // The process that had no tap gets one.
+    let allocated: TapDone = host.call("tap.allocate", &json!({})).unwrap();
+    let next = Tap { pid: spare, minor: allocated.minor.unwrap() };
+    next.call(&host, "attach", None).unwrap();
+    next.call(&host, "open", Some(&named)).unwrap();
+    assert_eq!(read(&mut next.client(&host), 0), [0; 4096]);
+    next.end(&host);
     idle.call(&host, "open", Some(&named)).unwrap();
     assert_eq!(read(&mut idle.client(&host), 0), [0; 4096]);
     idle.end(&host);
