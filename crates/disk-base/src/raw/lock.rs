@@ -410,9 +410,12 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     }
 }
 
-/// The name of a process; `None`: it has ended.
+/// The name of a process; `None`: it has ended, or its memory is gone already and its files are about to be.
 pub(super) fn holder(pid: u32) -> Option<String> {
     let name = names::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    if names::read(format!("/proc/{pid}/cmdline")).is_ok_and(|words| words.is_empty()) {
+        return None;
+    }
     Some(name.trim_end().to_owned())
 }
 
