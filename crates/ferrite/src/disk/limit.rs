@@ -261,7 +261,7 @@ mod tests {
                 other => panic!("{line}: {other:?}"),
             }
         }
-        assert_eq!(seen, 7);
+        assert_eq!(seen, 8);
     }
 
     #[test]
