@@ -14,7 +14,7 @@
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -47,9 +47,9 @@ pub const KINDS: usize = 6;
 /// The names of the limits, in the order of [`Limits::rates`].
 pub const NAMES: [&str; KINDS] =
     ["iops", "iops_read", "iops_write", "bytes", "bytes_read", "bytes_write"];
-/// The limits that count a read, and those that count a write.
-const OF_READS: [usize; 4] = [0, 1, 3, 4];
-const OF_WRITES: [usize; 4] = [0, 2, 3, 5];
+/// The limits that count a read, and those that count a write: bit N is that of [`NAMES`]'s N.
+const OF_READS: u8 = 0b01_1011;
+const OF_WRITES: u8 = 0b10_1101;
 /// The first limit of bytes.
 const BYTES_FROM: usize = 3;
 
@@ -222,8 +222,8 @@ impl Bucket {
 /// The limiter of a disk, which all its paths share.
 #[derive(Debug, Default)]
 pub struct Limiter {
-    /// Whether there is any limit.
-    is_on: AtomicBool,
+    /// The limits that there are: bit N is that of [`NAMES`]'s N. A request looks at no others.
+    set: AtomicU8,
     /// Number of changes of the limits; wraps.
     changes: AtomicU32,
     /// Until when requests begin without tokens, in nanoseconds: the disk is to be closed.
@@ -258,11 +258,11 @@ impl Counted {
         }
     }
 
-    fn limits(self) -> &'static [usize] {
+    fn limits(self) -> u8 {
         match self {
-            Counted::Read => &OF_READS,
-            Counted::Write => &OF_WRITES,
-            Counted::Not => &[],
+            Counted::Read => OF_READS,
+            Counted::Write => OF_WRITES,
+            Counted::Not => 0,
         }
     }
 }
@@ -286,7 +286,9 @@ impl Limiter {
             }
         }
         *current = *limits;
-        self.is_on.store(!limits.is_none(), Release);
+        let set =
+            limits.rates().iter().rev().fold(0, |set, rate| set << 1 | u8::from(rate.is_some()));
+        self.set.store(set, Release);
         self.changes.fetch_add(1, Release);
     }
 
@@ -309,12 +311,22 @@ impl Limiter {
     }
 
     fn is_on(&self) -> bool {
-        self.is_on.load(Acquire)
+        self.set.load(Acquire) != 0
+    }
+
+    /// The limits that there are for this direction, by their numbers in [`NAMES`].
+    fn of(&self, counted: Counted) -> impl Iterator<Item = usize> {
+        let mut left = self.set.load(Relaxed) & counted.limits();
+        std::iter::from_fn(move || {
+            let kind = left.trailing_zeros() as usize;
+            left &= left.wrapping_sub(1);
+            (kind < KINDS).then_some(kind)
+        })
     }
 
     fn take(&self, work: &Work, now_ns: u64) {
         let now = now_ns.saturating_mul(PARTS);
-        for &kind in Counted::of(work.action).limits() {
+        for kind in self.of(Counted::of(work.action)) {
             let tokens = if kind < BYTES_FROM { 1 } else { moved(work) };
             self.buckets[kind].take(tokens, now);
         }
@@ -323,8 +335,7 @@ impl Limiter {
     /// When a request of this direction may begin, in nanoseconds. `None`: at once.
     fn begins_at(&self, counted: Counted, now_ns: u64) -> Option<u64> {
         let now = now_ns.saturating_mul(PARTS);
-        let buckets = counted.limits().iter().map(|&kind| &self.buckets[kind]);
-        let at = buckets.filter_map(|bucket| bucket.begins_at(now)).max()?;
+        let at = self.of(counted).filter_map(|kind| self.buckets[kind].begins_at(now)).max()?;
         (now_ns >= self.lifted_until_ns.load(Relaxed)).then(|| at.div_ceil(PARTS))
     }
 }
