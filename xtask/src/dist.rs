@@ -8,6 +8,7 @@ use crate::libc_free;
 use crate::needs;
 use crate::programs::Programs;
 use crate::rpm;
+use crate::unpacked;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::packages;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, output, run_logged, step};
@@ -67,7 +68,7 @@ const PLUGIN: &str = "plugin.py";
 const PLUGINS: [&str; 2] = ["datapath/ferrite", "volume/org.xen.xapi.storage.ferrite"];
 
 /// The helper for disks on Ceph. Its package, too.
-const HELPER: &str = "ferrite-rbd";
+pub(crate) const HELPER: &str = "ferrite-rbd";
 
 /// The packages that were made.
 pub(crate) struct Made {
@@ -97,7 +98,7 @@ fn make(is_static: bool, folder: &str, squeeze: Squeeze) -> Result<Made> {
     let program = build(is_static)?;
     let to = steps::target_dir().join(folder);
     let made = step("pack", || pack(&program, &to, squeeze))?;
-    step("try the package", || try_out(&made, is_static))?;
+    step("try the package", || unpacked::try_out(&made, is_static))?;
     step("install and remove the package", || {
         installed::try_out(&made.deb, &fresh_log("dist-installed")?)
     })?;
@@ -139,7 +140,7 @@ pub(crate) fn check() -> Result<()> {
     if made.debug.is_none() {
         bail!("{} has no debug information", program.display());
     }
-    try_out(&made, false)?;
+    unpacked::try_out(&made, false)?;
     installed::try_out(&made.deb, &fresh_log("dist-installed")?)?;
     rpm_of(&to).map(drop)
 }
@@ -152,122 +153,20 @@ fn rpm_of(to: &Path) -> Result<PathBuf> {
     Ok(made)
 }
 
-/// Unpacks the package and runs its program.
-fn try_out(made: &Made, is_static: bool) -> Result<()> {
-    let log = fresh_log("dist-try")?;
-    let folder = made.deb.with_file_name("unpacked");
-    run_logged(Command::new("dpkg-deb").arg("-x").arg(&made.deb).arg(&folder), &log)?;
-    let program = folder.join("usr/bin/ferrite");
-    let told = output(Command::new("readelf").args(["-W", "-d"]).arg(&program))?;
-    if is_static && told.contains("(NEEDED)") {
-        bail!("the program is not linked statically:\n{told}");
-    }
-    let helper = folder.join("usr/bin").join(HELPER);
-    if is_static == helper.exists() {
-        bail!("{} is in the static package, or lacks in the other", helper.display());
-    }
-    if !is_static {
-        run_logged(Command::new(&helper).arg("--version"), &log)?;
-    }
-    if has_debug_information(&program)? {
-        bail!("{} is not stripped", program.display());
-    }
-    if let Some(debug) = &made.debug {
-        try_debug(debug, &program, &log)?;
-    }
-    verify_units(&folder, &log)?;
-    let images = made.deb.with_file_name("images");
-    fs::create_dir_all(&images)?;
-    for line in [
-        "--version",
-        "image create --force a.vhd 64M",
-        "image convert --force a.vhd b.qcow2",
-        "image compare a.vhd b.qcow2",
-        "image check a.vhd",
-        "image check b.qcow2",
-    ] {
-        let mut command = Command::new(&program);
-        run_logged(command.args(line.split(' ')).current_dir(&images), &log)?;
-    }
-    let listed = output(Command::new("tar").arg("-tJf").arg(&made.tar))?;
-    for path in [
-        "usr/bin/ferrite",
-        "usr/bin/tap-ctl",
-        "usr/sbin/tap-ctl",
-        "usr/bin/vhd-util",
-        "usr/sbin/td-util",
-        "usr/sbin/cbt-util",
-        "etc/xen/scripts/block-ferrite",
-        "etc/xen/scripts/vif-ferrite",
-        "etc/ferrite/ferrite.toml",
-        "var/lib/xapi/storage-scripts/datapath/ferrite/Datapath.attach",
-        "var/lib/xapi/storage-scripts/volume/org.xen.xapi.storage.ferrite/SR.ls",
-        "usr/lib/systemd/system/ferrite.service",
-        "usr/lib/systemd/system/ferrite-pool@.service",
-        "usr/share/doc/ferrite/changelog.gz",
-        "usr/share/doc/ferrite/grafana-ferrite.json",
-        "usr/share/lintian/overrides/ferrite",
-        "usr/share/man/man1/ferrite-serve.1.gz",
-        "usr/share/man/man1/tap-ctl.1.gz",
-        "usr/share/man/man5/ferrite.toml.5.gz",
-        "usr/share/man/man8/ferrite-daemon.8.gz",
-    ] {
-        if !listed.contains(path) || !folder.join(path).is_file() {
-            bail!("{path} is not in the packages:\n{listed}");
-        }
-    }
-    Ok(())
-}
-
 /// Whether a program has debug information.
-fn has_debug_information(program: &Path) -> Result<bool> {
+pub(crate) fn has_debug_information(program: &Path) -> Result<bool> {
     let sections = output(Command::new("readelf").args(["-W", "-S"]).arg(program))?;
     Ok(sections.contains(".debug_info"))
 }
 
-/// The package of debug information has it for this program, by the name that the program links to.
-fn try_debug(package: &Path, program: &Path, log: &Path) -> Result<()> {
-    let folder = package.with_file_name("unpacked-debug");
-    run_logged(Command::new("dpkg-deb").arg("-x").arg(package).arg(&folder), log)?;
-    let path = folder.join(debug_path(program)?);
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let link = output(Command::new("readelf").args(["-p", ".gnu_debuglink"]).arg(program))?;
-    if !has_debug_information(&path)? || !link.contains(&*name) {
-        bail!("{} is not the debug information of {}:\n{link}", path.display(), program.display());
-    }
-    Ok(())
-}
-
 /// Where debuggers look for the debug information of a program: by its build ID, if it has one, otherwise by its path.
-fn debug_path(program: &Path) -> Result<String> {
+pub(crate) fn debug_path(program: &Path) -> Result<String> {
     let notes = output(Command::new("readelf").args(["-W", "-n"]).arg(program))?;
     let id = notes.lines().find_map(|line| line.trim().strip_prefix("Build ID: "));
     Ok(match id.and_then(|id| id.trim().split_at_checked(2)) {
         Some((first, rest)) => format!("usr/lib/debug/.build-id/{first}/{rest}.debug"),
         None => "usr/lib/debug/usr/bin/ferrite.debug".to_owned(),
     })
-}
-
-/// Has systemd verify the units, if it is installed: it reports unknown keys and missing programs.
-fn verify_units(root: &Path, log: &Path) -> Result<()> {
-    if Command::new("systemd-analyze").arg("--version").output().is_err() {
-        return Ok(());
-    }
-    for unit in ["ferrite.service", "ferrite@.service", "ferrite-pool@.service"] {
-        let path = root.join("usr/lib/systemd/system").join(unit);
-        let text = fs::read_to_string(&path)?;
-        // The program is not installed, so it is used from where it was unpacked; other units are not checked.
-        let program = root.join("usr/bin/ferrite");
-        let text = text.replace("/usr/bin/ferrite", &program.display().to_string());
-        let text = text.lines().filter(|line| !line.starts_with("Documentation="));
-        let text = text.collect::<Vec<_>>().join("\n");
-        let copy = root.with_file_name(unit);
-        fs::write(&copy, text + "\n")?;
-        let mut verify = Command::new("systemd-analyze");
-        verify.args(["verify", "--man=no", "--recursive-errors=no"]).arg(&copy);
-        run_logged(&mut verify, log)?;
-    }
-    Ok(())
 }
 
 /// The compression level: a package for a test need not be small.

@@ -23,6 +23,7 @@ mod rpm;
 mod sanitizer;
 mod times;
 mod truth;
+mod unpacked;
 mod unsteady;
 mod upgrade;
 mod vhost;
