@@ -13,7 +13,7 @@ use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::backup::args::BackupArgs;
 use crate::controlled::ControlArgs;
-use crate::disk::{attach, change, device, dirty, export, limit, pause};
+use crate::disk::{attach, change, device, dirty, export, limit, pause, wait};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::GuestDisk;
@@ -453,19 +453,7 @@ pub(crate) enum DiskCommand {
     #[command(after_help = change::SWITCH_HELP)]
     Switch(change::SwitchArgs),
     /// Wait until a disk is served, as hotplug scripts of toolstacks do.
-    Wait {
-        #[command(flatten)]
-        disk: DiskArg,
-        /// How long to wait.
-        #[arg(long, value_name = "SECONDS", default_value_t = 30,
-              value_parser = clap::value_parser!(u32).range(0..=300))]
-        timeout: u32,
-        /// Print JSON instead of text.
-        #[arg(long)]
-        json: bool,
-        #[command(flatten)]
-        places: RunDirArgs,
-    },
+    Wait(wait::WaitArgs),
 }
 
 /// `ferrite worker`.

@@ -1,16 +1,15 @@
 //! `ferrite disk`: asks the daemon, and shows its answers.
 
-use std::io;
 use std::path::Path;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use ferrite_daemon::Paths;
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Hangs, Job, JobList, Nothing,
-    PhaseName, Setting, ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
+    DetachParams, Detached, Details, Disk, Disks, Full, Hangs, Job, JobList, Nothing, PhaseName,
+    Setting, ShowParams, Source, UpgradeParams, Upgraded,
 };
-use ferrite_daemon::state::{DiskId, States};
-use ferrite_daemon::{Paths, directory};
+use ferrite_daemon::state::DiskId;
 use ferrite_xen::hypervisor::DomId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -30,11 +29,10 @@ pub(crate) mod dirty;
 pub(crate) mod export;
 pub(crate) mod limit;
 pub(crate) mod pause;
+pub(crate) mod wait;
 
 /// Time for the daemon's answer, besides the time that the method itself may take.
 pub(crate) const ANSWER: Duration = Duration::from_secs(40);
-/// The pause before connecting again to a daemon that is restarting.
-const ASK_AGAIN: Duration = Duration::from_millis(200);
 /// Time for upgrading all disks of a host, one after the other. Most take far less than a second.
 const UPGRADE: Duration = Duration::from_secs(3600);
 /// Time for detaching: the daemon waits as long for the image to be closed.
@@ -68,11 +66,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
         DiskCommand::Dirty(command) => dirty::run(command),
         DiskCommand::Resize(args) => change::resize(args),
         DiskCommand::Switch(args) => change::switch(args),
-        DiskCommand::Wait { disk, timeout, json, places } => {
-            let disk = disk.disk.find()?;
-            let done = wait(&places.run_dir, disk, *timeout)?;
-            tell(*json, &done, || println!("disk {disk} is served"))
-        }
+        DiskCommand::Wait(args) => wait::wait(args),
     }
 }
 
@@ -118,46 +112,6 @@ fn are(disks: usize) -> String {
     match disks {
         1 => "1 disk is".to_owned(),
         _ => format!("{disks} disks are"),
-    }
-}
-
-/// Waits also for a daemon that is restarting: otherwise xl's script fails a whole guest.
-fn wait(run: &Path, disk: Vbd, timeout: u32) -> Result<Attached, Failure> {
-    let end = Instant::now() + seconds(timeout);
-    loop {
-        let left = end.saturating_duration_since(Instant::now());
-        let timeout_s = u32::try_from(left.as_secs()).unwrap_or(timeout);
-        let asked = WaitParams { backend: directory::path(id(disk)), timeout_s };
-        match call(run, "attach.wait", &asked, ANSWER + left) {
-            Err(e) if comes_again(&e, run, disk) && !left.is_zero() => {
-                std::thread::sleep(ASK_AGAIN);
-            }
-            answered => {
-                return answered.map_err(|e| {
-                    let what = format!("disk {disk} is not served");
-                    not_answered(&what, &e, why(disk, &e))
-                });
-            }
-        }
-    }
-}
-
-/// Whether the daemon that serves the disk is restarting.
-fn comes_again(e: &ClientError, run: &Path, disk: Vbd) -> bool {
-    match e {
-        // The daemon has ended in good order while it served this disk.
-        ClientError::Unreachable(e) if e.kind() == io::ErrorKind::NotFound => {
-            States::file(&places(run).states(), id(disk)).exists()
-        }
-        // The daemon was killed, or ended before it could answer.
-        ClientError::Unreachable(e) => e.kind() == io::ErrorKind::ConnectionRefused,
-        ClientError::Broken(e) => matches!(
-            e.kind(),
-            io::ErrorKind::UnexpectedEof
-                | io::ErrorKind::ConnectionReset
-                | io::ErrorKind::BrokenPipe
-        ),
-        ClientError::Refused(_) => false,
     }
 }
 

@@ -6,6 +6,7 @@
 //! * `mirror`: the steps of another kind, which has every write go to a second disk, too. `handover` has the
 //!   switch-over to another host.
 //! * `child`: the processes that do the work. This crate opens no images.
+//! * `means`: what jobs need of the world.
 //! * `meter`: progress.
 //! * `pausing`: pauses of disks that are steps of jobs.
 //!
@@ -14,10 +15,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use ferrite_serve::waker::Waker;
 
@@ -25,14 +25,15 @@ mod child;
 mod coalesce;
 mod handover;
 mod leaf;
+mod means;
 mod meter;
 mod mirror;
 mod pausing;
 mod run;
 pub mod state;
 
+pub use means::{LeafBytes, Means, MirrorSpec, Pausing, Tools};
 use meter::Meter;
-use run::Halt;
 use state::{End, JobFiles, JobId, JobState, Outcome, Task};
 
 use crate::params::Image;
@@ -45,116 +46,6 @@ const KEPT: Duration = Duration::from_secs(24 * 3600);
 const MAX_KEPT: usize = 1000;
 /// How long the daemon's end waits for jobs.
 const STOP_TIMEOUT: Duration = Duration::from_secs(40);
-
-/// The programs that do the work of jobs.
-pub trait Tools: Send + Sync {
-    /// The command `ferrite image`, without its arguments.
-    fn image(&self) -> Command;
-}
-
-/// Pauses disks for jobs.
-pub trait Pausing: Send + Sync {
-    /// Closes a disk's image, while its guest waits. A disk that is paused by the same job is left so.
-    ///
-    /// # Errors
-    /// The disk is served as before, or is not served at all.
-    fn pause(&self, disk: DiskId, by: &str) -> Result<(), Failure>;
-
-    /// Serves a paused disk again, with the image of the same name.
-    ///
-    /// # Errors
-    /// The disk stays paused.
-    fn resume(&self, disk: DiskId, by: &str) -> Result<(), Failure>;
-
-    /// As [`resume`](Pausing::resume), with another image if one is named.
-    ///
-    /// # Errors
-    /// The disk stays paused, with the image that it had.
-    fn resume_as(&self, disk: DiskId, by: &str, image: Option<&Image>) -> Result<(), Failure> {
-        match image {
-            None => self.resume(disk, by),
-            Some(_) => Err(lacking()),
-        }
-    }
-}
-
-/// The mirror that a worker opens with its disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MirrorSpec {
-    /// The target, as `FORMAT:PATH` or the URI of an export.
-    pub target: String,
-    /// The file of the map.
-    pub map: PathBuf,
-}
-
-/// How much data may be in a leaf that is merged while its guest waits.
-#[derive(Clone, Copy, Debug)]
-pub struct LeafBytes {
-    /// With so much it is merged at once: a pause of some tens of milliseconds.
-    pub small: u64,
-    /// With so much it is merged if it does not become smaller: a pause of a second on a slow disk.
-    pub most: u64,
-}
-
-impl Default for LeafBytes {
-    fn default() -> LeafBytes {
-        LeafBytes { small: 8 << 20, most: 128 << 20 }
-    }
-}
-
-/// What jobs need of the world.
-pub struct Means {
-    tools: Option<Arc<dyn Tools>>,
-    pausing: Option<Arc<dyn Pausing>>,
-    leaf: LeafBytes,
-    now: Box<dyn Fn() -> SystemTime + Send + Sync>,
-}
-
-impl Default for Means {
-    fn default() -> Means {
-        let (tools, pausing, leaf) = (None, None, LeafBytes::default());
-        Means { tools, pausing, leaf, now: Box::new(SystemTime::now) }
-    }
-}
-
-impl Means {
-    /// Jobs use these programs.
-    #[must_use]
-    pub fn with_tools(self, tools: Arc<dyn Tools>) -> Means {
-        Means { tools: Some(tools), ..self }
-    }
-
-    /// Jobs pause disks in this way, and not by the daemon. For tests.
-    #[must_use]
-    pub fn with_pausing(self, pausing: Arc<dyn Pausing>) -> Means {
-        Means { pausing: Some(pausing), ..self }
-    }
-
-    /// A leaf is merged with so much data in it. For tests.
-    #[must_use]
-    pub fn with_leaf_bytes(self, leaf: LeafBytes) -> Means {
-        Means { leaf, ..self }
-    }
-
-    /// The time of day. Tests have one of their own.
-    #[must_use]
-    pub fn with_time(self, now: impl Fn() -> SystemTime + Send + Sync + 'static) -> Means {
-        Means { now: Box::new(now), ..self }
-    }
-
-    fn tools(&self) -> Result<&dyn Tools, Halt> {
-        self.tools.as_deref().ok_or_else(|| Halt::Failed(lacking()))
-    }
-
-    fn now_s(&self) -> u64 {
-        (self.now)().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-    }
-}
-
-fn lacking() -> Failure {
-    let help = "jobs are for ferrite daemon: look which program serves this host";
-    Failure { why: "this daemon has no programs for jobs".to_owned(), help: help.to_owned() }
-}
 
 /// Why a job is not started, or not changed.
 #[derive(Clone, Debug, PartialEq, Eq)]

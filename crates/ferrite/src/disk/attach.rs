@@ -71,7 +71,7 @@ pub(super) fn run(args: &AttachArgs) -> Result<(), Failure> {
     if !attached.status.success() {
         return Err(not_attached(what, run_dir, disk, &attached));
     }
-    let done: Attached = wait(run_dir, disk, SERVED_S)?;
+    let done: Attached = wait::until_served(run_dir, disk, SERVED_S)?;
     let name = Names::read().disk(disk);
     tell(args.json, &done, || println!("disk {name} is attached: {}", shown(&image.name())))
 }
