@@ -237,7 +237,8 @@ mod tests {
     fn handed(version: Option<u32>) -> (Relay, OwnedFd) {
         let (keeper_end, relay_end) = frames::pair().unwrap();
         let child = Command::new("sleep").arg("1000").spawn().unwrap().id();
-        // After `execve` the descriptor would be one that other programs inherit. Here that would be those of other tests.
+        // As after `execve`: the descriptor was left open for this program.
+        rustix::io::fcntl_setfd(&keeper_end, rustix::io::FdFlags::empty()).unwrap();
         let version = version.map_or(String::new(), |version| format!(r#","version":{version}"#));
         let fd = keeper_end.into_raw_fd();
         let state = format!(r#"{{"process":[{child},{fd},1],"ended":[]{version}}}"#);
