@@ -384,12 +384,9 @@ pub(crate) fn mirrored(
     within: Duration,
 ) -> Result<Disk, Failure> {
     let (Some(target), Some(map)) = (&args.mirror, &args.mirror_map) else { return Ok(disk) };
-    let run_dir = run.join(run_dir_name(args.xen.domain, args.xen.device));
     let options = OpenOptions {
         wait_for_lock: is_taken_over(args, run).then_some(within),
         taken_over: is_taken_over(args, run),
-        // Our server ends the predecessor's connections then. Without it, the first request would wait for `drain_s`.
-        client: is_export(target.as_ref()).then(|| client_of(&run_dir)).flatten(),
         parents: args.parents.allowed_for(target.as_ref())?,
         ..OpenOptions::default()
     };

@@ -262,6 +262,8 @@ fn make_map(run: &Run, bytes: u64) -> Result<(), Halt> {
     let made = MirrorFile::create(&path, bytes);
     let made = made.and_then(|map| {
         map.set_compares(task(run).compares)?;
+        // The other host has made the target of a migration, under a name of its own.
+        map.set_fresh(task(run).migration.is_some())?;
         map.set_pace(state.speed, state.paused)
     });
     made.map_err(|e| cannot_use_map(&path, &e))

@@ -290,7 +290,6 @@ impl Told {
                 let options = OpenOptions {
                     wait_for_lock: Some(PATIENCE),
                     taken_over: true,
-                    client: target.starts_with("nbd").then(|| client_of(&self.run_dir())).flatten(),
                     ..OpenOptions::default()
                 };
                 let target = mirror_target(target).unwrap();

@@ -38,6 +38,8 @@ const KEPT_AT: usize = 88;
 const WRITES_AT: usize = 96;
 /// Whether what the target has already is compared, and not written.
 const COMPARES_AT: usize = 104;
+/// Whether the target was made for this mirror.
+const FRESH_AT: usize = 112;
 const WHY_AT: usize = 128;
 /// The longest reason, in bytes.
 const MAX_WHY: usize = 1024;
@@ -92,6 +94,8 @@ pub(crate) struct Map {
     pub(crate) compares: bool,
     /// A worker before has not closed both disks with the same in them.
     pub(crate) was_left: bool,
+    /// No worker has written to the target yet, so nothing of a killed one can come late.
+    pub(crate) is_fresh: bool,
 }
 
 impl Map {
@@ -118,9 +122,10 @@ impl Map {
         shm.store_u64(COMPLETE_AT, 0);
         shm.store_u64(REOPEN_AT, 0);
         let opened = shm.load_u64(OPENED_AT);
+        let is_fresh = opened == 0 && shm.load_u64(FRESH_AT) != 0;
         shm.store_u64(OPENED_AT, opened.wrapping_add(1));
         let compares = shm.load_u64(COMPARES_AT) != 0;
-        Ok(Map { shm, regions: regions(bytes), only_writes, compares, was_left })
+        Ok(Map { shm, regions: regions(bytes), only_writes, compares, was_left, is_fresh })
     }
 
     /// The name of the source's dirty map that says durably what the target may lack.
@@ -402,6 +407,14 @@ impl MirrorFile {
     /// The file cannot be written.
     pub fn set_compares(&self, compares: bool) -> io::Result<()> {
         self.set(COMPARES_AT, u64::from(compares))
+    }
+
+    /// Sets whether the target was made for this mirror: nobody has written to it before. No worker has the file open.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn set_fresh(&self, is_fresh: bool) -> io::Result<()> {
+        self.set(FRESH_AT, u64::from(is_fresh))
     }
 
     /// Sets the most bytes that are copied in a second (`None`: no limit), and whether the copy rests.

@@ -102,6 +102,8 @@ impl Disk {
             // What the target lacks after a death is in the map.
             state_dir: None,
             format_said: true,
+            // A server that cannot end a killed worker's connections is waited for (`drain_s`), if there was such a worker.
+            taken_over: options.taken_over && !(map.is_fresh && mirror.target.export().is_some()),
             ..options.clone()
         };
         // What an earlier worker had under way may be on one of the two only, and nobody would copy it.
