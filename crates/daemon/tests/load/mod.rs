@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
@@ -17,10 +17,6 @@ use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, wait_until};
 
 use crate::host::Host;
-
-/// The guest's rest between two rounds. Without it guest and worker would keep both processors of a small machine busy, and
-/// the processes that a test is about would wait for them.
-const REST: Duration = Duration::from_micros(300);
 
 /// The load of one guest.
 pub struct Load {
@@ -113,7 +109,6 @@ fn run(
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         done.fetch_add(1, Ordering::Relaxed);
         longest_us.fetch_max(begun.elapsed().as_micros() as u64, Ordering::Relaxed);
-        std::thread::sleep(REST);
     }
     (front, Model { first_block, stamps })
 }
