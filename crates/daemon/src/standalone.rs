@@ -42,7 +42,7 @@ const CLOSED_WITHIN: Duration = Duration::from_secs(300);
 pub struct Standalone {
     /// The image.
     pub image: Image,
-    /// Whether nobody may write to it.
+    /// Whether the image is opened read-only.
     pub read_only: bool,
     /// The guest's disk that it is, if a guest has it.
     pub guest: Option<DiskId>,
@@ -107,7 +107,7 @@ impl Daemon {
         stop: &Waker,
         ready: &dyn Fn(DiskId, &[String]),
     ) -> Result<(), Failure> {
-        // What `disk list` tells of: nothing is missing, as nobody is to name disks.
+        // `disk list` reports a lost xenstore. This daemon takes no disks from xenstore, so it reports none.
         self.shared.set_xen(Xen::Connected);
         let control = self.begin().map_err(|e| Failure {
             why: format!("cannot make the control socket: {e}"),
@@ -227,7 +227,7 @@ impl Daemon {
 
 impl Daemon {
     /// Closes the image of a guest that stays. The run directory keeps the state of its rings, and that the disk is
-    /// paused: the next process that serves it ends the pause, unless somebody else had asked for it.
+    /// paused: the next process that serves it ends the pause, unless another client had asked for it.
     fn leave_guest(&self, id: DiskId, is_paused: bool) -> Result<(), Failure> {
         let pause = Pause::step_of("a stop of the process that serves it");
         if !is_paused {

@@ -110,7 +110,7 @@ pub enum Operation {
     Overlay(u64),
     /// Merge the leaf's parent into the parent of that, in a chain of so many layers; the leaf stays.
     CoalesceInner(u64),
-    /// The same by the steps of a merge that is begun while the disk is in use.
+    /// Merge as [`CoalesceInner`](Operation::CoalesceInner) does, by the steps of a merge of a running disk.
     MergeStretch(u64),
 }
 

@@ -1,6 +1,6 @@
 //! The parents of a disk that leaves: their files are copied before its own image is made there, the base first.
 //!
-//! They stay here, too, where other disks may stand on them, and nobody writes to them. So no token moves (token.rs). The
+//! They stay here, too, where other disks may stand on them, and are never written. So no token moves (token.rs). The
 //! receiver takes a copy when it is complete; what was not taken is given up there.
 //!
 //! # Order for each parent

@@ -154,8 +154,8 @@ pub(crate) fn close_own(shared: &Shared, minor: u32) {
     }
 }
 
-/// Closes a tap, as far as it was made, and removes everything of it. A guest that has it waits for whoever serves it
-/// next.
+/// Closes a tap, as far as it was made, and removes everything of it. A guest that has it waits for the
+/// next process that serves it.
 pub(crate) fn close_for_good(
     shared: &Shared,
     minor: u32,

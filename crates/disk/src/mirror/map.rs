@@ -409,7 +409,7 @@ impl MirrorFile {
         self.set(COMPARES_AT, u64::from(compares))
     }
 
-    /// Sets whether the target was made for this mirror: nobody has written to it before. No worker has the file open.
+    /// Sets whether the target was made for this mirror, so that no other worker has written to it. No worker has the file open.
     ///
     /// # Errors
     /// The file cannot be written.

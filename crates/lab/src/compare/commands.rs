@@ -61,7 +61,7 @@ impl Case {
             Case::Thin => every(512 * MIB, MIB),
             Case::Fragmented => {
                 let mut all: Vec<(u64, u64)> = every(2 * CLUSTER, CLUSTER);
-                // The same order in each run: a multiplier that has no divisor in common with the number of writes.
+                // Each run has this order of writes: a multiplier that has no divisor in common with the number of writes.
                 let count = all.len() as u64;
                 all.sort_by_key(|(at, _)| (at / (2 * CLUSTER)).wrapping_mul(40_503) % count);
                 all

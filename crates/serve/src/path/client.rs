@@ -1,4 +1,4 @@
-//! The loop of a queue that serves a client beside the rings of Xen: in which order a turn does what, whoever the client is.
+//! The loop of a queue that serves a client beside the rings of Xen: the order of the steps of a turn, for each kind of client.
 
 use std::io;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::{Admitted, RequestPath, Ticket};
 /// After this long without a request, memory is given back.
 pub(crate) const COLD: Duration = Duration::from_secs(5);
 
-/// What the loop of a queue has, whoever its client is.
+/// The fields of a queue that the loop uses.
 pub(crate) struct Turns<'a> {
     pub(crate) path: &'a mut RequestPath,
     pub(crate) clock: &'a dyn Clock,
@@ -94,7 +94,7 @@ fn take_turns(client: &mut impl Client) -> io::Result<()> {
         client.look();
         client.turns().path.follow()?;
         if client.is_stopping() {
-            // There is nobody who could be answered later.
+            // The client could not be answered later.
             client.turns().path.give_up_waiting();
         }
         let Turns { path, blocked, .. } = client.turns();

@@ -4,7 +4,7 @@
 //! call that wants the lock says so by a second one ([`Folder::lock`]): the merge is cancelled then, and begun anew some
 //! time later. Each merge can be cancelled or killed at any moment: all volumes read as before.
 //!
-//! * An image that nobody uses is merged into its parent here, and the parent takes its name.
+//! * An image at rest is merged into its parent here, and the parent takes its name.
 //! * Images of a disk that a tap has open are merged by a job of the daemon, while the guest works.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -55,7 +55,7 @@ pub(super) fn begin(folder: &Folder, run_dir: &Path) {
 struct Merge {
     child: String,
     parent: String,
-    /// The open tap's minor and its leaf. `None`: nobody is known to use the images.
+    /// The open tap's minor and its leaf. `None`: no tap has the images open.
     by: Option<(u32, String)>,
     /// Images on the child that are not in the tap's chain.
     beside: Vec<String>,
@@ -166,7 +166,7 @@ fn stands_on(leaf: &str, image: &str, parents: &BTreeMap<String, String>) -> boo
     false
 }
 
-/// Merges images that nobody uses. Their locks keep others out.
+/// Merges images at rest. Their locks keep other programs out.
 fn at_rest(images: &Images<'_>, merge: &Merge) -> Result<Ended, Fault> {
     // The parent takes the child's name, and the mode of a parent.
     let is_protected = images.is_protected(&merge.child);

@@ -173,7 +173,7 @@ impl Folder {
         }
     }
 
-    /// Notes why images were not merged. Nobody waits for the process that does it.
+    /// Notes why images were not merged. No caller waits for the process that merges.
     pub(super) fn note(&self, text: &str) {
         let path = self.path.join(OURS).join(NOTE);
         if path.metadata().is_ok_and(|file| file.len() > MOST_NOTES) {

@@ -97,7 +97,7 @@ impl Images<'_> {
         self.set_protected(key, true)
     }
 
-    /// Whether the mode of an image says that nobody writes it.
+    /// Whether the mode of an image allows no writing.
     pub(super) fn set_protected(&self, key: &str, protected: bool) -> Result<(), Fault> {
         let path = self.folder.path.join(key);
         let protected = fs::metadata(&path).and_then(|there| {
