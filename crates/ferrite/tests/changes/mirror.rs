@@ -1,10 +1,16 @@
 //! A running disk is mirrored to a second one, while its guest writes and processes die.
 
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::Arc;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::{Details, Job, JobPhase};
+use ferrite_disk::{
+    Disk, ImageName, MirrorFile, MirrorOptions, MirrorState, OpenOptions, ServiceEngine,
+};
+use ferrite_io::engines::test_engine;
 use ferrite_testkit::places::Small;
 use ferrite_testkit::wait_until;
 use serde_json::json;
@@ -457,4 +463,54 @@ fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
     load.wait_for_progress();
     load.end();
     end_with(lab, "a.qcow2");
+}
+
+/// A worker that takes over opens a mirror with an empty disk of a server's, which does not know it, and begins to copy.
+fn taken_over(map: &Path, source: &str, target: &str) -> Arc<Disk> {
+    let options = OpenOptions { taken_over: true, ..OpenOptions::default() };
+    let disk = Disk::open(&format!("raw:{source}"), &OpenOptions::default()).unwrap();
+    let mirror = MirrorOptions { target: ImageName::parse(target).unwrap(), map: map.to_owned() };
+    let disk = disk.mirrored(&mirror, &options).unwrap();
+    let engine: ServiceEngine = Arc::new(|arena, entries| test_engine().open(arena, entries));
+    disk.begin_service(&engine).unwrap();
+    Arc::new(disk)
+}
+
+#[test]
+fn only_a_target_that_no_worker_has_had_is_written_before_its_server_was_quiet_for_long() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let [far, socket] = ["far.img", "far.sock"].map(path);
+    std::fs::write(&far, vec![0; 1 << 20]).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(["export", "nbd", "--socket", &socket, &far]).env_remove("RUST_LOG");
+    let _server = Server(command.spawn().unwrap());
+    wait_until("a server", || UnixStream::connect(&socket).is_ok());
+    let target = format!("nbd+unix:///?socket={socket}&drain_s=86400");
+    let map = dir.path().join("map");
+    for (is_fresh, opened_before) in [(false, false), (true, true), (true, false)] {
+        // The one before is open until the end.
+        let source = path(&format!("source-{is_fresh}-{opened_before}.img"));
+        std::fs::write(&source, vec![7; 1 << 20]).unwrap();
+        MirrorFile::create(&map, 1 << 20).unwrap().set_fresh(is_fresh).unwrap();
+        if opened_before {
+            // A worker that was killed before it copied anything. What it has sent could come late.
+            let options = OpenOptions::default();
+            let disk = Disk::open(&format!("raw:{source}"), &options).unwrap();
+            let target = ImageName::parse(&target).unwrap();
+            drop(disk.mirrored(&MirrorOptions { target, map: map.clone() }, &options).unwrap());
+        }
+        let disk = taken_over(&map, &source, &target);
+        if is_fresh && !opened_before {
+            let state = || MirrorFile::open(&map).unwrap().status().unwrap().state;
+            wait_until("the copy", || state() == MirrorState::InStep);
+            assert!(std::fs::read(&far).unwrap() == vec![7; 1 << 20]);
+        } else {
+            // It may be looked at too early, and then finds nothing. It is never wrong.
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            assert!(std::fs::read(&far).unwrap() == vec![0; 1 << 20], "{is_fresh} {opened_before}");
+        }
+        // Its end would wait for as long.
+        std::mem::forget(disk);
+    }
 }
