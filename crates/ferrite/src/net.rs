@@ -9,6 +9,7 @@ use clap::{Args, Subcommand};
 use ferrite_host::sandbox::keep_folders;
 use ferrite_net::packet::Uplink;
 use ferrite_net::tap::TapUplink;
+use ferrite_net::trace::TraceRing;
 use ferrite_net::{Network, Options};
 use ferrite_seeing::interfaces::{Interface, Switch};
 use ferrite_xen::hypervisor::Hypervisor;
@@ -20,9 +21,11 @@ use crate::exit::{Code, Failure};
 use crate::seeing::args::seconds;
 use crate::signals;
 
+mod page;
 mod stat;
 #[cfg(test)]
 mod tests;
+mod trace;
 
 /// The kind of backend below `backend` in xenstore: not `vif`, so the kernel's netback leaves it alone.
 const BACKEND_KIND: &str = "vif-ferrite";
@@ -48,6 +51,8 @@ enum NetCommand {
     Serve(NetServeArgs),
     /// Show the interfaces of all switches, and what they have sent and received (experimental).
     Stat(NetStatArgs),
+    /// Show the way of each packet through a switch: when it was seen, copied, answered (experimental).
+    Trace(trace::NetTraceArgs),
 }
 
 /// `ferrite net serve`.
@@ -117,6 +122,7 @@ pub(crate) fn run(args: &NetArgs, is_json: bool) -> Result<(), Failure> {
             serve(args, store?, Arc::new(Xen::new()))
         }
         NetCommand::Stat(args) => stat::run(args, is_json),
+        NetCommand::Trace(args) => trace::run(args, is_json),
     }
 }
 
@@ -145,6 +151,10 @@ fn serve(
         })?;
         options.uplink = Some(Box::new(uplink) as Box<dyn Uplink>);
     }
+    // Without room for records packets are moved as well.
+    options.trace = TraceRing::create(&trace_file(&args.folder.counters, &args.switch))
+        .map_err(|e| tracing::warn!("cannot make the records of packets: {e}"))
+        .ok();
     lock_down(&what, &args.folder.counters)?;
     let network = Network::start(options)
         .map_err(|e| Failure::new(what.as_str(), e, "ferrite doctor shows what is missing"))?;
@@ -199,6 +209,11 @@ fn look(args: &NetServeArgs, network: &Network) -> Switch {
     Switch { switch, uplink, interfaces: interfaces.collect() }
 }
 
+/// The file of a switch's records.
+fn trace_file(folder: &Path, switch: &str) -> PathBuf {
+    folder.join(format!("{switch}.trace"))
+}
+
 /// The file with the counters of a switch. All switches of a host would serve the same interfaces, so one process has
 /// the lock of the folder.
 struct Counted {
@@ -236,5 +251,6 @@ impl Drop for Counted {
     fn drop(&mut self) {
         // A file that remains shows the last counters of a switch that is not served.
         let _ = std::fs::remove_file(&self.path);
+        let _ = std::fs::remove_file(self.path.with_extension("trace"));
     }
 }

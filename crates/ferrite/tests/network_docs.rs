@@ -76,3 +76,51 @@ fn the_hotplug_script_lets_the_guest_connect() {
     let written = std::fs::read_to_string(&noted).unwrap();
     assert_eq!(written, "backend/vif-ferrite/3/0/hotplug-status connected\n");
 }
+
+#[test]
+fn the_way_of_packets_is_a_table_json_and_a_page() {
+    use ferrite_net::trace::{End, Outcome, Record, STAGES, TraceRing};
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().to_str().unwrap();
+    let trace = |words: &[&str]| {
+        ferrite(&[words, &["net", "trace", "--switch", "lan", "--counters", folder]].concat())
+    };
+    let missing = trace(&[]);
+    assert_eq!(missing.status.code(), Some(3), "{missing:?}");
+    let mut ring = TraceRing::create(&dir.path().join("lan.trace")).unwrap();
+    let empty = String::from_utf8(trace(&[]).stdout).unwrap();
+    assert!(empty.starts_with("0 packets of the switch lan\n"), "{empty}");
+    let page = dir.path().join("page.html");
+    let vif = |domid| End::Vif { domid, handle: 0, queue: 0 };
+    for n in 1..=3_u64 {
+        // Each stage comes 2 us after the one before, 4 us, 6 us; the last one never.
+        let mut times_ns: [u64; STAGES] = std::array::from_fn(|i| 1_000_000 + i as u64 * n * 2000);
+        times_ns[STAGES - 1] = 0;
+        let ends =
+            Record { from: vif(3), to: vif(4), outcome: Outcome::Received, ..Record::default() };
+        ring.push(&Record { bytes: 1000 + n as u32, times_ns, ..ends });
+    }
+    let table = String::from_utf8(trace(&[]).stdout).unwrap();
+    let line = |name: &str| -> Vec<String> {
+        let line = table.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+        line[name.len()..].split_whitespace().map(str::to_owned).collect()
+    };
+    assert_eq!(line("copied"), ["3", "4.0", "6.0", "6.0"], "{table}");
+    assert_eq!(line("slot seen to sender answered"), ["3", "20.0", "30.0", "30.0"], "{table}");
+    assert!(!table.contains("sender seen to consume"), "{table}");
+    let json: serde_json::Value = serde_json::from_slice(&trace(&["--json"]).stdout).unwrap();
+    let first = &json["packets"][0];
+    assert_eq!((&first["from"]["domid"], &first["bytes"]), (&3.into(), &1001.into()));
+    assert_eq!(first["copied_ns"], 1_006_000);
+    assert!(first["tx_consumed_ns"].is_null() && json["lost"] == 0, "{json}");
+    // The page needs nothing else, and is for root only.
+    let out = page.to_str().unwrap();
+    let words = ["net", "trace", "--switch", "lan", "--counters", folder, "-o", out];
+    assert!(ferrite(&words).status.success());
+    let text = std::fs::read_to_string(&page).unwrap();
+    assert!(text.contains("<title>Packets of the switch lan</title>") && text.contains("<svg"));
+    assert!(text.contains("vif3.0 to vif4.0: 1002 bytes"), "the packet in the middle");
+    assert!(!text.contains("http") && !text.contains("<script"));
+    let mode = std::fs::metadata(&page).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}

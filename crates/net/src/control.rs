@@ -78,6 +78,7 @@ pub(crate) fn start(options: Options) -> Result<Control, NetworkError> {
         reports,
         reported: wake.clone(),
         hold_ms: options.hold_ms,
+        trace: options.trace,
         poll_us: options.poll_us,
     })
     .map_err(system("take memory"))?;

@@ -13,6 +13,7 @@ pub mod counters;
 pub mod packet;
 pub mod switch;
 pub mod tap;
+pub mod trace;
 mod vif;
 mod worker;
 
@@ -58,6 +59,8 @@ pub struct Options {
     pub store: Store,
     /// The way out of the switch.
     pub uplink: Option<Box<dyn Uplink>>,
+    /// Where each packet leaves a record.
+    pub trace: Option<trace::TraceRing>,
 }
 
 impl Options {
@@ -66,8 +69,8 @@ impl Options {
         let several = std::thread::available_parallelism().is_ok_and(|n| n.get() > 1);
         let poll_us = if several { 20 } else { 0 };
         let kind = kind.into();
-        let (script, uplink) = (None, None);
-        Options { kind, script, queues: 4, hold_ms: 50, poll_us, hypervisor, store, uplink }
+        let (script, uplink, trace) = (None, None, None);
+        Options { kind, script, queues: 4, hold_ms: 50, poll_us, hypervisor, store, uplink, trace }
     }
 }
 

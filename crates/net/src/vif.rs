@@ -61,6 +61,8 @@ pub(crate) struct Pending {
     pub(crate) status: i16,
     /// It waits for its receiver.
     pub(crate) is_held: bool,
+    /// The number of its last record.
+    pub(crate) record: Option<u64>,
 }
 
 /// A packet that waits for pages of its receiver.
@@ -69,6 +71,40 @@ pub(crate) struct Held {
     /// The private copy that was judged.
     pub(crate) header: Vec<u8>,
     pub(crate) since_ns: u64,
+    /// When its slots were seen, and its header fetched.
+    pub(crate) seen_ns: u64,
+    pub(crate) fetched_ns: u64,
+}
+
+/// A record whose answers end at this count of a ring.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Answered {
+    pub(crate) record: u64,
+    pub(crate) answers: u32,
+}
+
+/// Answers of one ring that its guest was not seen to have consumed, oldest first: no more than the ring has slots. A
+/// guest that never tells loses the oldest.
+#[derive(Debug, Default)]
+pub(crate) struct Unseen(VecDeque<Answered>);
+
+/// Slots of a ring.
+const UNSEEN_MAX: usize = 256;
+
+impl Unseen {
+    pub(crate) fn add(&mut self, answered: Answered) {
+        if self.0.len() >= UNSEEN_MAX {
+            self.0.pop_front();
+        }
+        self.0.push_back(answered);
+    }
+
+    /// The next record of those whose answers are among the first `consumed`. That is the guest's word.
+    pub(crate) fn next_consumed(&mut self, consumed: u32) -> Option<u64> {
+        let first = self.0.front()?;
+        let is = consumed.wrapping_sub(first.answers) <= UNSEEN_MAX as u32;
+        is.then(|| self.0.pop_front()).flatten().map(|answered| answered.record)
+    }
 }
 
 /// One queue.
@@ -88,6 +124,12 @@ pub(crate) struct Queue {
     pub(crate) has_worked: bool,
     /// The channel stays as it is until then: events that bring nothing are held back.
     pub(crate) quiet_until_ns: u64,
+    /// Records whose packets this queue has sent, and that were answered in this turn.
+    pub(crate) tx_answered: Vec<Answered>,
+    /// Records whose packets this queue has received in this turn.
+    pub(crate) rx_answered: Vec<Answered>,
+    pub(crate) tx_unseen: Unseen,
+    pub(crate) rx_unseen: Unseen,
 }
 
 impl Queue {
@@ -101,6 +143,10 @@ impl Queue {
             has_event: false,
             has_worked: false,
             quiet_until_ns: 0,
+            tx_answered: Vec::new(),
+            rx_answered: Vec::new(),
+            tx_unseen: Unseen::default(),
+            rx_unseen: Unseen::default(),
         }
     }
 
@@ -111,17 +157,26 @@ impl Queue {
     /// Answers all packets up to the first one that is held.
     pub(crate) fn answer(&mut self) {
         while self.pending.front().is_some_and(|pending| !pending.is_held) {
-            let Some(Pending { taken, status, .. }) = self.pending.pop_front() else { return };
+            let Some(Pending { taken, status, record, .. }) = self.pending.pop_front() else {
+                return;
+            };
             self.first += 1;
             for response in taken.answers(status) {
                 self.rings.answer_tx(response);
             }
+            let answers = self.rings.tx_answers();
+            self.tx_answered.extend(record.map(|record| Answered { record, answers }));
         }
     }
 
     /// Adds a packet that was taken; its number.
     pub(crate) fn add(&mut self, taken: Taken) -> u64 {
-        self.pending.push_back(Pending { taken, status: RSP_DROPPED, is_held: false });
+        self.pending.push_back(Pending {
+            taken,
+            status: RSP_DROPPED,
+            is_held: false,
+            record: None,
+        });
         self.first + self.pending.len() as u64 - 1
     }
 }

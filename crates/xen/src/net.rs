@@ -117,6 +117,30 @@ impl NetRings {
         self.rx.respond(&extra.encode());
     }
 
+    /// The number of answers that the transmit ring has had, published or not.
+    #[inline]
+    pub fn tx_answers(&self) -> u32 {
+        self.tx.rsp_prod()
+    }
+
+    /// The number of answers that the receive ring has had, published or not.
+    #[inline]
+    pub fn rx_answers(&self) -> u32 {
+        self.rx.rsp_prod()
+    }
+
+    /// How many answers of the transmit ring the guest says that it has consumed. Any number may be there.
+    #[inline]
+    pub fn tx_said_consumed(&self) -> u32 {
+        self.tx.said_consumed()
+    }
+
+    /// How many answers of the receive ring the guest says that it has consumed. Any number may be there.
+    #[inline]
+    pub fn rx_said_consumed(&self) -> u32 {
+        self.rx.said_consumed()
+    }
+
     /// Makes all answers of both rings visible; tells whether the guest asked for an event.
     pub fn publish(&mut self) -> bool {
         let tx = self.tx.publish();

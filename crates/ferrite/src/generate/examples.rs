@@ -434,6 +434,13 @@ fn examples_of_images(name: &str) -> Terms {
             ("Show the counters of each interface.", "ferrite net stat"),
             ("Show each second what was sent in it.", "ferrite net stat --interval 1"),
         ],
+        "ferrite-net-trace" => &[
+            ("How long each stage of the last packets took.", "ferrite net trace --switch lan"),
+            (
+                "The packets of three seconds, as a page.",
+                "ferrite net trace --switch lan --seconds 3 --output packets.html",
+            ),
+        ],
         "ferrite-pool" | "ferrite-pool-init" => &[(
             "Make a pool in an etcd on this host.",
             "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",

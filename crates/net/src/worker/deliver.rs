@@ -8,6 +8,7 @@ use super::{Delivery, Frame, From, Room, To, Worker};
 use crate::counters::count;
 use crate::packet::Stop;
 use crate::switch::{PortId, Refused, Target};
+use crate::trace::Outcome as Ended;
 
 /// A frame of so many pages keeps the parts of its sender. A shorter one has few pieces anyway, and is one page at its
 /// receiver more often.
@@ -60,7 +61,10 @@ impl Worker {
         let mut targets = std::mem::take(&mut self.targets);
         match self.switch.route(Self::source(frame.from), &header[..seen], &mut targets) {
             Ok(()) => self.send_to(frame, &targets),
-            Err(refused) => self.refuse(frame.from, refused),
+            Err(refused) => {
+                self.is_dropped(frame, None, Ended::Refused);
+                self.refuse(frame.from, refused);
+            }
         }
         self.targets = targets;
     }
@@ -76,6 +80,7 @@ impl Worker {
 
     fn send_to(&mut self, frame: &Frame, targets: &[Target]) {
         if targets.is_empty() {
+            self.is_dropped(frame, None, Ended::Dropped);
             self.drop_of(frame.from);
         }
         for target in targets {
@@ -146,6 +151,7 @@ impl Worker {
         let Some(vif) = self.vif(port) else { return Outcome::Done };
         if !vif.features.takes(frame.offload, lens.len()) {
             count(&vif.counters.unsupported);
+            self.is_dropped(frame, Some((port, queue)), Ended::Dropped);
             self.drop_of(frame.from);
             return Outcome::Done;
         }
@@ -184,7 +190,7 @@ impl Worker {
         });
         let pieces = begin..self.turn.pieces.len();
         let to = To::Port { port, queue, rx };
-        self.turn.deliveries.push(Delivery { frame: *frame, to, pieces });
+        self.turn.deliveries.push(Delivery::new(frame, to, pieces));
         self.turn.has_worked = true;
         Outcome::Done
     }
@@ -224,7 +230,10 @@ impl Worker {
 
     /// Brings a guest's frame into the arena for the uplink.
     fn send_up(&mut self, frame: &Frame) {
-        let Some(room) = self.uplink_room() else { return self.drop_of(frame.from) };
+        let Some(room) = self.uplink_room() else {
+            self.is_dropped(frame, None, Ended::Dropped);
+            return self.drop_of(frame.from);
+        };
         let room = room.slice(0, frame.size);
         // The header as it was judged, then the rest.
         let mut header = vec![0; frame.header.len()];
@@ -243,7 +252,7 @@ impl Worker {
             },
         );
         let pieces = begin..self.turn.pieces.len();
-        self.turn.deliveries.push(Delivery { frame: *frame, to: To::Uplink(room), pieces });
+        self.turn.deliveries.push(Delivery::new(frame, To::Uplink(room), pieces));
     }
 
     /// Takes frames of the uplink.
@@ -266,7 +275,9 @@ impl Worker {
             let Some(room) = self.uplink_room() else { return };
             let header = room.slice(0, len);
             self.arena.copy_in(header, &self.bytes[..len]);
-            self.turn.frames.push(Frame { from: From::Uplink, header, size: len, offload });
+            let (size, seen_ns, fetched_ns) = (len, self.turn.now_ns, 0);
+            let from = From::Uplink;
+            self.turn.frames.push(Frame { from, header, size, offload, seen_ns, fetched_ns });
         }
     }
 

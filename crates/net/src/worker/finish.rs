@@ -11,22 +11,30 @@ impl Worker {
     /// Copies, then answers the receivers and judges the senders' packets.
     pub(super) fn copy_and_finish(&mut self) {
         let mut pieces = std::mem::take(&mut self.turn.pieces);
-        let deliveries = std::mem::take(&mut self.turn.deliveries);
+        let mut deliveries = std::mem::take(&mut self.turn.deliveries);
         let outcome = self.copy_pieces(&mut pieces);
+        self.turn.pieces = pieces;
+        self.are_copied();
+        let pieces = std::mem::take(&mut self.turn.pieces);
         // In the order in which pages were taken: a frontend finds its page by the answer's place.
-        for delivery in &deliveries {
+        for delivery in &mut deliveries {
             let own = pieces[delivery.pieces.clone()].iter();
             let is_ok = outcome && own.clone().all(Piece::is_ok);
             let is_ok = self.finish(delivery, is_ok);
+            delivery.is_ok = is_ok;
             self.judge(&delivery.frame, is_ok);
         }
+        self.are_answered(&deliveries);
         (self.turn.pieces, self.turn.deliveries) = (pieces, deliveries);
     }
 
-    fn finish(&mut self, delivery: &Delivery, is_ok: bool) -> bool {
+    fn finish(&mut self, delivery: &mut Delivery, is_ok: bool) -> bool {
         match &delivery.to {
             To::Port { port, queue, rx } => {
-                self.answer_rx(*port, *queue, &delivery.frame, rx.clone(), is_ok);
+                let (port, queue) = (*port, *queue);
+                self.answer_rx(port, queue, &delivery.frame, rx.clone(), is_ok);
+                let queue = self.vif(port).and_then(|vif| vif.queues.get(queue));
+                delivery.rx_answers = queue.map_or(0, |queue| queue.rings.rx_answers());
                 is_ok
             }
             To::Uplink(span) => {

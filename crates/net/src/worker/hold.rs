@@ -5,6 +5,7 @@ use super::deliver::Outcome;
 use super::{Frame, From, Worker};
 use crate::counters::count;
 use crate::switch::PortId;
+use crate::trace::Outcome as Ended;
 use crate::vif::{HELD_MAX, Held};
 
 impl Worker {
@@ -22,10 +23,12 @@ impl Worker {
         let q = &mut vif.queues[queue];
         let is_full = q.held.len() >= HELD_MAX || q.is_starved || !may;
         let From::Guest(from) = frame.from else {
-            return count(&vif.counters.starved);
+            count(&vif.counters.starved);
+            return self.is_dropped(frame, Some((port, queue)), Ended::Starved);
         };
         if is_full {
             count(&vif.counters.starved);
+            self.is_dropped(frame, Some((port, queue)), Ended::Starved);
             return self.dropped(frame.from);
         }
         let mut header = vec![0; frame.header.len()];
@@ -34,7 +37,9 @@ impl Worker {
             pending.is_held = true;
         }
         if let Some(vif) = self.vif(port) {
-            vif.queues[queue].held.push_back(Held { from, header, since_ns: now_ns });
+            let (seen_ns, fetched_ns) = (frame.seen_ns, frame.fetched_ns);
+            let held = Held { from, header, since_ns: now_ns, seen_ns, fetched_ns };
+            vif.queues[queue].held.push_back(held);
         }
     }
 
@@ -63,6 +68,7 @@ impl Worker {
                         count(&vif.counters.starved);
                     }
                     self.turn.has_worked = true;
+                    self.is_dropped(&frame, Some((port, queue)), Ended::Starved);
                     self.dropped(From::Guest(held.from));
                 }
                 Outcome::NoPages => {
@@ -88,6 +94,7 @@ impl Worker {
         let (size, offload) = (pending.taken.size, pending.taken.offload);
         let header = self.header_room()?.slice(0, held.header.len());
         self.arena.copy_in(header, &held.header);
-        Some(Frame { from: From::Guest(held.from), header, size, offload })
+        let (seen_ns, fetched_ns) = (held.seen_ns, held.fetched_ns);
+        Some(Frame { from: From::Guest(held.from), header, size, offload, seen_ns, fetched_ns })
     }
 }

@@ -13,6 +13,7 @@
 mod deliver;
 mod finish;
 mod hold;
+mod record;
 mod take;
 pub(crate) mod wait;
 
@@ -29,6 +30,7 @@ use crate::VifId;
 use crate::counters::count;
 use crate::packet::{Offload, Stop, Uplink};
 use crate::switch::{PortId, Source, Switch, SwitchError, Target};
+use crate::trace::{Noticed, TraceRing};
 use crate::vif::{Connection, Queue, Ref, Vif};
 
 /// Bytes of a frame that are copied before it is judged.
@@ -75,6 +77,7 @@ pub(crate) struct Start {
     pub(crate) reported: Arc<OwnedFd>,
     pub(crate) hold_ms: u64,
     pub(crate) poll_us: u64,
+    pub(crate) trace: Option<TraceRing>,
 }
 
 /// Who a frame comes from, in a turn.
@@ -92,6 +95,9 @@ struct Frame {
     header: Span,
     size: usize,
     offload: Offload,
+    /// When its slots were seen, and its header was there.
+    seen_ns: u64,
+    fetched_ns: u64,
 }
 
 /// Who a frame goes to, in a turn.
@@ -115,6 +121,16 @@ struct Delivery {
     frame: Frame,
     to: To,
     pieces: std::ops::Range<usize>,
+    /// The receiver has it.
+    is_ok: bool,
+    /// The count of answers of its receiver's ring with its own.
+    rx_answers: u32,
+}
+
+impl Delivery {
+    fn new(frame: &Frame, to: To, pieces: std::ops::Range<usize>) -> Delivery {
+        Delivery { frame: *frame, to, pieces, is_ok: false, rx_answers: 0 }
+    }
 }
 
 /// What one turn collects; the room is used again.
@@ -144,6 +160,7 @@ pub(crate) struct Worker {
     vifs: Vec<Option<Vif>>,
     epochs: u64,
     turn: Turn,
+    tracer: record::Tracer,
     targets: Vec<Target>,
     /// Bytes of a frame in each page of its receiver.
     lens: Vec<u16>,
@@ -157,7 +174,8 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub(crate) fn new(start: Start) -> std::io::Result<Worker> {
+    pub(crate) fn new(mut start: Start) -> std::io::Result<Worker> {
+        let ring = start.trace.take();
         let arena = Arena::new(HEADERS * HEADER_BYTES + UPLINK_FRAMES * UPLINK_BYTES)?;
         Ok(Worker {
             switch: Switch::new(start.uplink.is_some()),
@@ -167,6 +185,7 @@ impl Worker {
             vifs: Vec::new(),
             epochs: 0,
             turn: Turn::default(),
+            tracer: record::Tracer::new(ring),
             targets: Vec::new(),
             lens: Vec::new(),
             bytes: vec![0; UPLINK_BYTES],
@@ -274,28 +293,40 @@ impl Worker {
         turn.pieces.clear();
         turn.rx.clear();
         (turn.headers, turn.uplink_frames, turn.has_worked) = (0, 0, false);
+        self.look_at_consumed();
         self.retry_held();
         self.take_all();
         self.fetch_headers();
         self.receive_uplink();
+        self.are_fetched();
         self.deliver_all();
+        self.are_chosen();
         self.copy_and_finish();
         for queue in self.vifs.iter_mut().flatten().flat_map(|vif| &mut vif.queues) {
             queue.answer();
         }
         self.publish();
         self.stop_all();
+        self.tracer.noticed = Noticed::Working;
         self.turn.has_worked
     }
 
     /// Publishes all answers of all queues, and notifies each guest that asked once.
     fn publish(&mut self) {
+        let mut answered_ns = None;
         for vif in self.vifs.iter_mut().flatten() {
             for queue in &mut vif.queues {
-                if queue.rings.publish()
-                    && let Err(e) = queue.rings.link().notify()
-                {
+                let is_traced = !(queue.tx_answered.is_empty() && queue.rx_answered.is_empty());
+                if is_traced {
+                    answered_ns.get_or_insert_with(|| self.clock.now_ns());
+                }
+                let asked = queue.rings.publish();
+                if asked && let Err(e) = queue.rings.link().notify() {
                     tracing::debug!("cannot notify {}: {e}", vif.id);
+                }
+                if let (true, Some(answered_ns)) = (is_traced, answered_ns) {
+                    let notified_ns = if asked { self.clock.now_ns() } else { 0 };
+                    Worker::are_published(&mut self.tracer, queue, answered_ns, notified_ns);
                 }
             }
         }

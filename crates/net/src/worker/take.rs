@@ -65,7 +65,8 @@ impl Worker {
             let Some(room) = self.header_room() else { return Ok(()) };
             let header = room.slice(0, header_len);
             let from = From::Guest(Ref { port, epoch, queue, seq });
-            self.turn.frames.push(Frame { from, header, size, offload });
+            let (seen_ns, fetched_ns) = (self.turn.now_ns, 0);
+            self.turn.frames.push(Frame { from, header, size, offload, seen_ns, fetched_ns });
         }
         Ok(())
     }

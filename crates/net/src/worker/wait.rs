@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::Worker;
 use crate::packet::Stop;
 use crate::switch::PortId;
+use crate::trace::Noticed;
 
 /// How long a channel stays as it is after an event that brought nothing: the hypervisor merges what comes meanwhile.
 const QUIET_NS: u64 = 1_000_000;
@@ -17,10 +18,12 @@ const HELD_NS: u64 = 2_000_000;
 impl Worker {
     /// Returns when there may be something to do.
     pub(super) fn rest(&mut self) {
-        if self.poll_for(self.start.poll_us * 1000) || self.is_awaited() {
-            return;
+        if self.poll_for(self.start.poll_us * 1000) {
+            self.tracer.noticed = Noticed::Poll;
+        } else if !self.is_awaited() {
+            self.sleep();
+            self.tracer.noticed = Noticed::Event;
         }
-        self.sleep();
     }
 
     /// Looks at the rings for so long.
@@ -31,6 +34,7 @@ impl Worker {
             if queues.any(|queue| queue.rings.tx_unconsumed() != Ok(0)) {
                 return true;
             }
+            self.look_at_consumed();
             std::hint::spin_loop();
         }
         false
