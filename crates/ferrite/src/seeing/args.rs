@@ -45,6 +45,10 @@ pub(crate) struct TopArgs {
     #[arg(short, long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
     pub(crate) interval: Duration,
 
+    /// The folder of the counters of guests' network interfaces.
+    #[arg(long, value_name = "DIR", default_value = "/run/ferrite/net")]
+    pub(crate) interfaces: PathBuf,
+
     #[command(flatten)]
     pub(crate) watched: Watched,
 }

@@ -13,9 +13,11 @@ use super::args::TopArgs;
 use super::stat::heard;
 use crate::exit::{Code, Failure};
 
+mod interfaces;
 mod screen;
 mod view;
 
+use interfaces::Interfaces;
 use screen::Screen;
 use view::View;
 
@@ -51,6 +53,8 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     let first = watch.look()?;
     let mut view = View::new(args.interval);
     view.show(first.rates, &first.problems);
+    let mut interfaces = Interfaces::new(&args.interfaces);
+    interfaces.look(&mut view);
     end_with_terminal();
     let mut screen = Screen::enter().map_err(broken)?;
     let mut next = Instant::now() + args.interval;
@@ -84,6 +88,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         next = (next + args.interval).max(Instant::now());
         let look = watch.look()?;
         view.show(look.rates, &look.problems);
+        interfaces.look(&mut view);
     }
 }
 

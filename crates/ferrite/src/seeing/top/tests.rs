@@ -117,6 +117,38 @@ fn what_is_no_disk_is_named_and_harms_no_terminal() {
 }
 
 #[test]
+fn interfaces_are_below_the_disks_with_what_they_did_in_a_second() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |sent: u64| {
+        let text = format!(
+            r#"{{"switch":"lan","interfaces":[{{"domid":3,"handle":1,"counts":{{"sent_packets":{sent},"spoofed":9}}}}]}}"#
+        );
+        std::fs::write(folder.path().join("lan.json"), text).unwrap();
+    };
+    let mut view = view();
+    let mut interfaces = Interfaces::new(folder.path());
+    interfaces.look(&mut view);
+    assert!(!screen(&view, 120, 12).iter().any(|line| line.contains("interface")));
+    write(1_000_000);
+    interfaces.look(&mut view);
+    std::thread::sleep(Duration::from_millis(10));
+    write(2_000_000);
+    interfaces.look(&mut view);
+    let lines = screen(&view, 120, 12);
+    assert!(lines[8].is_empty() && lines[9].starts_with("interface"), "{lines:#?}");
+    let words: Vec<&str> = lines[10].split_whitespace().collect();
+    assert_eq!(words[..2], ["vif3.1", "lan"]);
+    assert!(words[2].parse::<u64>().unwrap() > 1000 && words.last() == Some(&"0"), "{words:?}");
+    assert!(lines[2].starts_with("guest1/xvda"), "{lines:#?}");
+    assert!(lines[11].starts_with("q ends"));
+    // They leave half of a small screen to the disks.
+    assert!(screen(&view, 120, 4)[2].starts_with("guest1"), "{:#?}", screen(&view, 120, 4));
+    std::fs::write(folder.path().join("bad.json"), "{").unwrap();
+    interfaces.look(&mut view);
+    assert!(screen(&view, 120, 12)[11].contains("bad.json"));
+}
+
+#[test]
 fn any_size_of_screen_will_do() {
     for (width, height) in [(1, 1), (1, 5), (200, 1), (3, 2), (20, 3), (40, 4), (500, 100)] {
         assert_eq!(screen(&view(), width, height).len(), usize::from(height));

@@ -24,17 +24,27 @@ pub(super) struct View {
     reversed: bool,
     scroll: usize,
     problem: Option<String>,
+    /// Titles and a line for each network interface; empty without any.
+    interfaces: Vec<String>,
 }
 
 impl View {
     pub(super) fn new(interval: Duration) -> View {
         let (disks, sort, reversed) = (Vec::new(), None, false);
-        View { interval, disks, sort, reversed, scroll: 0, problem: None }
+        View { interval, disks, sort, reversed, scroll: 0, problem: None, interfaces: vec![] }
     }
 
     /// Sets the disks, sorted by their numbers.
     pub(super) fn show(&mut self, disks: Vec<Rates>, problems: &[String]) {
         self.disks = disks;
+        if let Some(problem) = problems.last() {
+            self.problem = Some(one_line(problem).into_owned());
+        }
+    }
+
+    /// Sets the lines of network interfaces, and what is wrong with their files.
+    pub(super) fn show_interfaces(&mut self, lines: Vec<String>, problems: &[String]) {
+        self.interfaces = lines;
         if let Some(problem) = problems.last() {
             self.problem = Some(one_line(problem).into_owned());
         }
@@ -58,16 +68,27 @@ impl View {
     }
 
     pub(super) fn draw(&self, frame: &mut Frame<'_>) {
-        let [title, header, body, keys] = Layout::vertical([
+        // Half of the screen at most is theirs, and an empty line is before them.
+        let lines = self.interfaces.len() + usize::from(!self.interfaces.is_empty());
+        let lines = lines.min(usize::from(frame.area().height) / 2) as u16;
+        let [title, header, body, interfaces, keys] = Layout::vertical([
             Constraint::Length(1),
             Constraint::Length(1),
             Constraint::Min(0),
+            Constraint::Length(lines),
             Constraint::Length(1),
         ])
         .areas(frame.area());
         frame.render_widget(Paragraph::new(self.title()), title);
         frame.render_widget(Paragraph::new(self.header()), header);
         frame.render_widget(Paragraph::new(self.lines()), body);
+        let bold = Style::new().add_modifier(Modifier::BOLD);
+        let mut shown = vec![Line::default()];
+        shown.extend(self.interfaces.iter().enumerate().map(|(at, line)| {
+            let style = if at == 0 { bold } else { Style::new() };
+            Line::styled(line.clone(), style)
+        }));
+        frame.render_widget(Paragraph::new(shown), interfaces);
         frame.render_widget(Paragraph::new(self.problem.as_deref().unwrap_or(KEYS)), keys);
     }
 
