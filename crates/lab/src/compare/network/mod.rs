@@ -3,6 +3,7 @@
 
 mod hosts;
 mod packet;
+mod records;
 
 use std::collections::BTreeMap;
 
@@ -11,7 +12,8 @@ use ferrite_xenhost::qemu::{Hardware, Pace};
 use ferrite_xenhost::steps::{say, step};
 use ferrite_xenhost::{XenHost, packages, release, root};
 use hosts::{Backend, Host, Who};
-use packet::{COMPLETED, FIRST, FORK, Party, Path, RECEIVED, Times};
+use packet::{COMPLETED, FETCHED, FIRST, FORK, Party, Path, RECEIVED, Times};
+use records::Records;
 
 use super::result::Target;
 use super::table::figure;
@@ -20,10 +22,14 @@ use crate::experiments::findings::{Chart, Findings, Row};
 /// Packets that are traced, and their bytes: full ones, whose pages netback maps.
 const PACKETS: u32 = 20;
 const PACKET_BYTES: u32 = 1400;
+/// Bytes of the headers before them: Ethernet, IPv4, ICMP.
+const HEADER_BYTES: u32 = 14 + 20 + 8;
 const ROUNDS: u32 = 3;
 /// Duration of a stream, in time of the emulated machine.
 const STREAM_MS: u32 = 300;
 const PORT: u32 = 9000;
+/// Where a stream's receiver says that it has ended.
+const ENDED: &str = "/tmp/fio.ended";
 /// The published figures: one stream, and all of a host.
 const PUBLISHED: [(Load, f64); 2] = [(Load::Streams(1), 15_000.0), (Load::Streams(8), 33_000.0)];
 /// What costs are given for.
@@ -87,6 +93,8 @@ struct Measured {
     rates: BTreeMap<Load, Vec<f64>>,
     /// Processor time of dom0 for 64 KiB by one stream, with Xen's own on its behalf, microseconds.
     costs: Vec<f64>,
+    /// What the backend itself has recorded of the packets without probes.
+    records: Option<Records>,
 }
 
 /// Boots the host, and measures.
@@ -100,12 +108,16 @@ pub(super) fn run() -> Result<Findings> {
     for backend in Backend::BOTH {
         let name = backend.name();
         let plain = step(&format!("{name}: round trips"), || ping(&mut host, backend))?;
+        let records = match backend {
+            Backend::Ours => Some(own_records(&mut host)?),
+            Backend::Kernel => None,
+        };
         let (times, probed) =
             step(&format!("{name}: the way of a packet"), || trace(&mut host, backend))?;
         let of = |key: &str| figure(times[key][median(&times[key])]);
         say(format!("  received after {} us, completed after {} us", of(RECEIVED), of(COMPLETED)));
         let (rates, costs) = (BTreeMap::new(), Vec::new());
-        measured.insert(backend, Measured { times, plain, probed, rates, costs });
+        measured.insert(backend, Measured { times, plain, probed, rates, costs, records });
     }
     for round in 1..=ROUNDS {
         for (load, backend) in Load::ALL.iter().flat_map(|l| Backend::BOTH.map(|b| (*l, b))) {
@@ -131,6 +143,12 @@ fn ping(host: &mut Host, backend: Backend) -> Result<Vec<f64>> {
     host.sh(Who::Guest(0), &warm, 120)?;
     let command = format!("ping -c {PACKETS} -s {PACKET_BYTES} {to}");
     packet::round_trips(&host.sh(Who::Guest(0), &command, 120)?)
+}
+
+/// The records of the packets that were sent just now.
+fn own_records(host: &mut Host) -> Result<Records> {
+    let text = host.xenhost.sh_for("ferrite --json net trace --switch lan", 120)?;
+    Records::parse(&text, host.guests[0].domid(), PACKET_BYTES + HEADER_BYTES)
 }
 
 /// The times of the hops, and the round trips of the same packets.
@@ -172,9 +190,10 @@ fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
     let both = format!(
         "--ioengine=net --protocol=tcp --port={PORT} --bs=64k --thread --numjobs={streams} --group_reporting --minimal"
     );
-    // It ends with its connections, or by a signal.
+    // It ends with its connections. Its end is a file: a guest's first process reaps nobody, so `pidof` finds processes
+    // that have ended.
     let listen = format!(
-        "fio --name=to {both} --rw=read --size=1t --listen >/tmp/fio.out 2>&1 & \
+        "rm -f {ENDED}; (fio --name=to {both} --rw=read --size=1t --listen; touch {ENDED}) >/tmp/fio.out 2>&1 & \
          until [ $(cat /proc/net/tcp | awk '$4==\"0A\"' | grep -c ':232[0-9A-F]') = {streams} ]; do sleep 0.1; done"
     );
     host.sh(receiver, &listen, 120)?;
@@ -188,9 +207,10 @@ fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
     host.begin_samples(if receiver == Who::Dom0 { 0 } else { 1 })?;
     let output = host.sh(Who::Guest(0), &send, 300)?;
     let busy = host.busy()?;
-    let end =
-        "killall fio 2>/dev/null || pkill fio; while pidof fio >/dev/null; do sleep 0.1; done";
-    host.sh(receiver, end, 60)?;
+    let end = format!(
+        "n=0; until [ -e {ENDED} ]; do [ $((n=n+1)) -lt 50 ] || {{ cat /tmp/fio.out; exit 1; }}; sleep 0.1; done"
+    );
+    host.sh(receiver, &end, 60)?;
     let rate = rate(&output).with_context(|| format!("odd output of fio: {output}"))?;
     Ok((rate, busy))
 }
@@ -221,6 +241,10 @@ fn findings(measured: &BTreeMap<Backend, Measured>) -> Findings {
     let until = measured.values().map(last).fold(0.0, f64::max);
     for (backend, of) in measured {
         charts.push(way(*backend, of, until, &mut rows));
+        if let Some(records) = &of.records {
+            records.rows(&mut rows);
+            charts.push(records.chart(of.times[FORK][median(&of.times[FORK])], until));
+        }
     }
     let (ours, kernel) = (&measured[&Backend::Ours], &measured[&Backend::Kernel]);
     let title = "Guest to guest, TCP";
@@ -261,6 +285,15 @@ fn findings(measured: &BTreeMap<Backend, Measured>) -> Findings {
         Row::new("ferrite / netback: dom0 and Xen for 64 KiB", "times the cost", &costs)
             .target(Target::AtMost(0.6)),
     );
+    // What a backend itself is late with: from its first look at the slot to the answer that the sender can see.
+    let answered = |of: &Measured, answer: &str| {
+        let late = |(to, from): (&f64, &f64)| to - from;
+        let values: Vec<f64> = of.times[answer].iter().zip(&of.times[FETCHED]).map(late).collect();
+        values[median(&values)]
+    };
+    let answers = [answered(ours, "told") / answered(kernel, "answered")];
+    let name = "ferrite / netback: slot seen to answered, median";
+    rows.push(Row::new(name, "times as late", &answers));
     let late = [last(ours) / last(kernel)];
     rows.push(
         Row::new("ferrite / netback: slot to completion, median", "times as late", &late)

@@ -47,6 +47,8 @@ const fn hop(
 
 /// The first hop: the sender's driver has the packet and takes a slot of its ring.
 pub(super) const FIRST: &str = "slot";
+/// The hop at which a backend has seen the slot.
+pub(super) const FETCHED: &str = "fetch";
 /// The hop after which the answer's path and the packet's path separate.
 pub(super) const FORK: &str = "copied";
 /// The last hops of both paths.
@@ -62,7 +64,7 @@ pub(super) const TO_THE_RECEIVER: &[Hop] = &[
     hop("notified", Party::Sender, NOTIFY, FIRST, "notifies netback"),
     hop("event", Party::Dom0, UPCALL, "notified", "the event arrives"),
     hop("poll", Party::Dom0, "xenvif_poll", "event", "netback polls"),
-    hop("fetch", Party::Dom0, "xenvif_tx_action", "poll", "netback fetches and maps"),
+    hop(FETCHED, Party::Dom0, "xenvif_tx_action", "poll", "netback fetches and maps"),
     hop("bridge", Party::Dom0, "br_handle_frame", "fetch", "the bridge has it"),
     hop("queued", Party::Dom0, "xenvif_start_xmit", "bridge", "the other netback queues it"),
     hop("slots", Party::Dom0, "xenvif_rx_skb", "queued", "its thread runs"),
@@ -88,7 +90,7 @@ pub(super) const OURS_TO_THE_RECEIVER: &[Hop] = &[
     hop(FIRST, Party::Sender, "xennet_start_xmit", "", "a slot of the TX ring"),
     hop("notified", Party::Sender, NOTIFY, FIRST, "notifies the backend"),
     hop("event", Party::Dom0, UPCALL, "notified", "the event arrives"),
-    hop("fetch", Party::Dom0, "gnttab_batch_copy", "event", "the thread fetches the header"),
+    hop(FETCHED, Party::Dom0, "gnttab_batch_copy", "event", "the thread fetches the header"),
     hop(FORK, Party::Dom0, "gnttab_batch_copy", "fetch", "copies from guest to guest"),
     hop("told", Party::Dom0, "evtchn_ioctl", FORK, "notifies the first of both"),
     hop("arrived", Party::Receiver, UPCALL, FORK, "the event arrives"),
