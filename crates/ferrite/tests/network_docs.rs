@@ -96,8 +96,13 @@ fn the_way_of_packets_is_a_table_json_and_a_page() {
         // Each stage comes 2 us after the one before, 4 us, 6 us; the last one never.
         let mut times_ns: [u64; STAGES] = std::array::from_fn(|i| 1_000_000 + i as u64 * n * 2000);
         times_ns[STAGES - 1] = 0;
-        let ends =
-            Record { from: vif(3), to: vif(4), outcome: Outcome::Received, ..Record::default() };
+        let ends = Record {
+            from: vif(3),
+            to: vif(4),
+            outcome: Outcome::Received,
+            together: 2,
+            ..Record::default()
+        };
         ring.push(&Record { bytes: 1000 + n as u32, times_ns, ..ends });
     }
     let table = String::from_utf8(trace(&[]).stdout).unwrap();
@@ -108,6 +113,7 @@ fn the_way_of_packets_is_a_table_json_and_a_page() {
     assert_eq!(line("copied"), ["3", "4.0", "6.0", "6.0"], "{table}");
     assert_eq!(line("slot seen to sender answered"), ["3", "20.0", "30.0", "30.0"], "{table}");
     assert!(!table.contains("sender seen to consume"), "{table}");
+    assert!(table.contains("in the mean 1002 bytes, 2.0 packets in a turn"), "{table}");
     let json: serde_json::Value = serde_json::from_slice(&trace(&["--json"]).stdout).unwrap();
     let first = &json["packets"][0];
     assert_eq!((&first["from"]["domid"], &first["bytes"]), (&3.into(), &1001.into()));

@@ -142,6 +142,12 @@ pub(super) fn table(recording: &Recording) -> String {
     let (count, lost) = (recording.records.len(), recording.lost);
     let mut out = format!("{count} packets of the switch {}", recording.switch);
     out += &if lost > 0 { format!(", {lost} more were lost\n") } else { "\n".into() };
+    if count > 0 {
+        let sum = |of: fn(&Record) -> f64| recording.records.iter().map(of).sum::<f64>();
+        let [bytes, together] =
+            [sum(|r| f64::from(r.bytes)), sum(|r| f64::from(r.together))].map(|n| n / count as f64);
+        out += &format!("in the mean {bytes:.0} bytes, {together:.1} packets in a turn\n");
+    }
     out += &format!(
         "{:<30} {:>9} {:>10} {:>10} {:>10}\n",
         "stage, after the one before", "packets", "median us", "p99 us", "most us"

@@ -159,10 +159,10 @@ mod tests {
         (0..3).for_each(|n| assert_eq!(ring.push(&record(n)), n));
         assert_eq!(reader.look().unwrap(), 3);
         ring.set(1, Stage::TxConsumed, 77);
-        (3..4000).for_each(|n| drop(ring.push(&record(n))));
+        (3..4000).for_each(|n| assert_eq!(ring.push(&record(n)), n));
         assert_eq!(reader.look().unwrap(), 4000);
         // Past the end of the ring, and more than it holds.
-        (4000..10_000).for_each(|n| drop(ring.push(&record(n))));
+        (4000..10_000).for_each(|n| assert_eq!(ring.push(&record(n)), n));
         ring.set(1, Stage::TxNotified, 78);
         reader.look().unwrap();
         let (records, lost) = reader.finish();
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn what_is_no_trace_is_refused_whatever_it_is() {
         let (dir, path, mut ring) = ring();
-        (0..5).for_each(|n| drop(ring.push(&record(n))));
+        (0..5).for_each(|n| assert_eq!(ring.push(&record(n)), n));
         let whole = std::fs::read(&path).unwrap();
         let other = dir.path().join("x");
         let told = |bytes: &[u8]| {

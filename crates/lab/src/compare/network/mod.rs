@@ -125,6 +125,10 @@ pub(super) fn run() -> Result<Findings> {
             let (rate, busy) = step(&what, || stream(&mut host, backend, load))?;
             let cost_us = busy * SEGMENT_BYTES * 8.0 / rate;
             say(format!("  {} Mbit/s, dom0 {cost_us:.1} us for 64 KiB", figure(rate)));
+            if (backend, load) == (Backend::Ours, Load::Streams(1)) {
+                // Where its time goes, for whoever wants to make it less.
+                say(host.xenhost.sh_for("ferrite net trace --switch lan", 120)?);
+            }
             let Some(of) = measured.get_mut(&backend) else { continue };
             of.rates.entry(load).or_default().push(rate);
             if load == Load::Streams(1) {
