@@ -12,6 +12,7 @@ const SHOWN: usize = 60;
 /// The picture's units.
 const WIDTH: f64 = 1100.0;
 const LEFT: f64 = 190.0;
+const RIGHT: f64 = 70.0;
 const ROW: f64 = 16.0;
 const LANE: f64 = 60.0;
 const TOP: f64 = 24.0;
@@ -112,7 +113,7 @@ fn us(record: &Record, stage: Stage) -> Option<f64> {
 /// A lane for each party, and the moments of one packet.
 fn lanes(record: &Record) -> String {
     let last = Stage::ALL.iter().filter_map(|stage| us(record, *stage)).fold(0.1, f64::max);
-    let x = |us: f64| LEFT + us / last * (WIDTH - LEFT - 40.0);
+    let x = |us: f64| LEFT + us / last * (WIDTH - LEFT - RIGHT);
     let height = TOP + LANE * LANES.len() as f64 + 30.0;
     let mut out = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\">");
     let mut key = String::from("<ol>");
@@ -150,7 +151,7 @@ fn bars(records: &[Record]) -> String {
     last.sort_by(f64::total_cmp);
     // One packet that waited would make all others invisible.
     let last = super::trace::quantile(&last, 0.95).unwrap_or(0.0).max(0.1);
-    let x = |us: f64| LEFT + us.min(last) / last * (WIDTH - LEFT - 40.0);
+    let x = |us: f64| LEFT + us.min(last) / last * (WIDTH - LEFT - RIGHT);
     let height = TOP + ROW * shown.len() as f64 + 30.0;
     let mut out = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\">");
     for (i, record) in shown.iter().enumerate() {
@@ -185,7 +186,7 @@ fn axis(last: f64, height: f64) -> String {
     let mut out = String::new();
     for i in 0..=5 {
         let part = f64::from(i) / 5.0;
-        let x = LEFT + part * (WIDTH - LEFT - 40.0);
+        let x = LEFT + part * (WIDTH - LEFT - RIGHT);
         let (foot, time) = (height - 22.0, last * part);
         let _ = write!(
             out,

@@ -68,9 +68,9 @@ impl View {
     }
 
     pub(super) fn draw(&self, frame: &mut Frame<'_>) {
-        // Half of the screen at most is theirs, and an empty line is before them.
+        // An empty line is before them, and half of the room is for disks.
         let lines = self.interfaces.len() + usize::from(!self.interfaces.is_empty());
-        let lines = lines.min(usize::from(frame.area().height) / 2) as u16;
+        let lines = lines.min(usize::from(frame.area().height.saturating_sub(3)) / 2) as u16;
         let [title, header, body, interfaces, keys] = Layout::vertical([
             Constraint::Length(1),
             Constraint::Length(1),
