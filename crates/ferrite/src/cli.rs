@@ -55,6 +55,13 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
+    /// The command of a hotplug script, parsed without the definition of all commands.
+    pub(crate) fn of_script(words: &[OsString]) -> Option<Cli> {
+        let wait = crate::disk::wait::of_script(words)?;
+        let command = Command::Disk(DiskArgs { command: DiskCommand::Wait(wait) });
+        Some(Cli { verbose: 0, json: false, quiet: false, command })
+    }
+
     /// Whether results and errors are JSON.
     pub(crate) fn is_json(&self) -> bool {
         let is_output = matches!(&self.command, Command::Image(args) if args.is_json());

@@ -63,7 +63,7 @@ pub fn main() -> ExitCode {
     if let Some(worker) = worker::Words::parse_if_worker(&words) {
         return worker.map_or_else(|e| cli::refuse(&e), worker::main);
     }
-    let cli = match pairs::parse(words) {
+    let cli = match cli::Cli::of_script(&words).map_or_else(|| pairs::parse(words), Ok) {
         Ok(cli) => cli,
         Err(e) => return cli::refuse(&cli::without_hidden(e, &cli::definition())),
     };

@@ -19,8 +19,8 @@ use ferrite_keeper::{
     ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, MirrorFiles, SECOND_FD, WorkerSandbox,
 };
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, WorkConfig,
-    work_from,
+    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, TABLE,
+    WorkConfig, run_dir_name, work_from,
 };
 use ferrite_serve::counters::stats_file;
 use ferrite_serve::polling::HostView;
@@ -111,7 +111,7 @@ impl<'a> Means<'a> {
         limit: Option<Arc<Limit>>,
         host: Option<Arc<HostView>>,
     ) -> Result<Means<'a>, Failure> {
-        let xen = Xen::ahead(queues_ahead(args));
+        let xen = Xen::ahead(queues_ahead(args, run_dir));
         let (xen, no_xen) = match xen {
             Ok(xen) if args.own_grants => (xen.with_own_grants(), None),
             Ok(xen) => (xen, None),
@@ -172,22 +172,26 @@ fn open(
         disk.record_changes(file)?;
     }
     let disk = serve::mirrored(args, disk, run_dir, PATIENCE)?;
+    let Disk::Mirror(mirror) = &disk else { return Ok(Opened { disk, engine }) };
     // The target's data may take another engine.
     let kind = choose(args.engine, args.poll_storage && args.mirror.is_none(), &disk)?;
     let engine = engines(kind, alive.clone());
     // It is copied whether or not a guest is connected.
-    if let Disk::Mirror(mirror) = &disk
-        && let Err(e) = mirror.begin_service(&engine)
-    {
+    if let Err(e) = mirror.begin_service(&engine) {
         tracing::warn!("the mirror copies nothing: {e}");
     }
     Ok(Opened { disk, engine })
 }
 
 /// The number of queues for which devices are opened. A connected guest keeps its number, also when the option was made
-/// smaller since.
-fn queues_ahead(args: &ServeArgs) -> usize {
-    args.queues.max(MOST_QUEUES) as usize + OF_STUB_DOMAIN
+/// smaller since: it has a table in the disk's run directory. `run_dir`: the parent of all these.
+fn queues_ahead(args: &ServeArgs, run_dir: &Path) -> usize {
+    let of_disk = run_dir.join(run_dir_name(args.xen.domain, args.xen.device));
+    let queues = match of_disk.join(TABLE).exists() {
+        true => args.queues.max(MOST_QUEUES),
+        false => args.queues,
+    };
+    queues as usize + OF_STUB_DOMAIN
 }
 
 /// The arguments of a worker that serves with these options, after the program's name. `None`: the
@@ -486,13 +490,19 @@ mod tests {
 
     #[test]
     fn a_worker_can_take_a_guest_over_whatever_its_predecessors_option_was() {
-        for queues in ["--queues=1", "--queues=64"] {
+        let run = tempfile::tempdir().unwrap();
+        let ahead = |queues| {
             let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", queues, "a"]).command
             else {
                 panic!()
             };
-            assert_eq!(queues_ahead(&serve), 65);
-        }
+            queues_ahead(&serve, run.path())
+        };
+        // No guest was served from this directory.
+        assert_eq!([ahead("--queues=1"), ahead("--queues=64")], [2, 65]);
+        std::fs::create_dir(run.path().join("vbd-3-51712")).unwrap();
+        std::fs::write(run.path().join("vbd-3-51712/inflight"), "").unwrap();
+        assert_eq!([ahead("--queues=1"), ahead("--queues=64")], [65, 65]);
         let more = ["ferrite", "serve", "--xen=3/xvda", "--queues=65", "a"];
         assert!(Cli::try_parse_from(more).is_err());
     }

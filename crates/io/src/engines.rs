@@ -53,7 +53,7 @@ impl EngineKind {
     pub fn probe(self) -> io::Result<()> {
         match self {
             EngineKind::Uring | EngineKind::UringPolled | EngineKind::Nvme { .. } => {
-                uring::probe().map(drop)
+                uring::try_out()
             }
             EngineKind::Aio => aio::probe(),
         }

@@ -19,7 +19,10 @@ pub(super) fn writer_of(file: &Stat) -> Option<String> {
         (same && read_only.trim() == "0").then_some(())
     };
     let devices = names::read_dir("/sys/block").ok()?.filter_map(Result::ok);
-    let device = devices.map(|entry| entry.path()).find(|device| is_it(device).is_some())?;
+    // A host of many disks has as many volumes there: only the loop devices are asked.
+    let is_loop = |name: &OsStr| name.as_bytes().starts_with(b"loop");
+    let mut loops = devices.filter(|entry| is_loop(&entry.file_name())).map(|entry| entry.path());
+    let device = loops.find(|device| is_it(device).is_some())?;
     Some(format!("/dev/{}", device.file_name()?.to_string_lossy()))
 }
 

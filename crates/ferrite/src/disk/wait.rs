@@ -1,10 +1,11 @@
 //! `ferrite disk wait`, which hotplug scripts of toolstacks call.
 
+use std::ffi::OsString;
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{Args, Parser as _};
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Attached, WaitParams};
 use ferrite_daemon::directory;
@@ -32,6 +33,25 @@ pub(crate) struct WaitArgs {
     json: bool,
     #[command(flatten)]
     places: RunDirArgs,
+}
+
+/// `ferrite disk wait DISK` by itself.
+#[derive(Debug, clap::Parser)]
+struct Alone {
+    #[command(flatten)]
+    args: WaitArgs,
+}
+
+/// The arguments, if the words are those of a hotplug script. `None`: the definition of all commands parses them.
+///
+/// That definition costs most of a short command's time and memory, and xl runs the script once for each disk.
+pub(crate) fn of_script(words: &[OsString]) -> Option<WaitArgs> {
+    match words {
+        [program, disk, wait, of] if disk == "disk" && wait == "wait" => {
+            Alone::try_parse_from([program, of]).ok().map(|alone| alone.args)
+        }
+        _ => None,
+    }
 }
 
 /// Waits until the disk is served.

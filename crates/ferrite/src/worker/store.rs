@@ -168,7 +168,7 @@ pub(crate) fn commands(run: &Path, store: StoreKey) -> PathBuf {
 /// The files that the keeper opens for a disk with these options, for a worker without rights: those that
 /// [`Means::open`] opens. Unused ones are closed.
 pub(crate) fn preopens(args: &ServeArgs, run: &Path) -> Vec<Preopen> {
-    let queues = queues_ahead(args);
+    let queues = queues_ahead(args, run);
     let of_xen = devices().into_iter().map(|(path, kind, flags)| {
         let count = match kind {
             Kind::OfQueue => queues,

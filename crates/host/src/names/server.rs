@@ -285,7 +285,7 @@ impl Server {
     fn create_dir(&self, name: &Path, mode: Mode) -> Result<Answer, Errno> {
         // What its files are in is there, and not its own.
         let holds = |folder: &Path| {
-            self.resolved().rules.iter().any(|rule| {
+            self.any_rule(|rule| {
                 rule.place.parent() == Some(folder)
                     || rule.right == Right::Journals && rule.place == folder
             })
@@ -336,21 +336,22 @@ impl Server {
             Access::ReplaceFolder => FileType::Directory,
             _ => FileType::RegularFile,
         };
-        match self.resolved_for(access).allows(&folder.place.join(&last), kind, access) {
+        match self.allows(&folder.place.join(&last), kind, access) {
             true => Ok((folder, last)),
             false => Err(Errno::ACCESS),
         }
     }
 
     fn judge(&self, found: &Found, access: Access) -> Result<(), Errno> {
-        let policy = self.resolved_for(access);
         let number = (major(found.stat.st_rdev), minor(found.stat.st_rdev));
         let allowed = match found.kind() {
             // Whatever has this name, it is no namespace.
             FileType::CharacterDevice if block_device(number).is_none() => false,
-            kind if policy.allows(&found.place, kind, access) => true,
+            kind if self.allows(&found.place, kind, access) => true,
             FileType::BlockDevice if self.is_claim(found) => true,
-            FileType::BlockDevice => access == Access::Look && is_volume_of(&policy, found),
+            FileType::BlockDevice => {
+                access == Access::Look && is_volume_of(&self.resolved(), found)
+            }
             _ => false,
         };
         if allowed { Ok(()) } else { Err(Errno::ACCESS) }
@@ -361,8 +362,9 @@ impl Server {
         let has_dots = name.components().any(|part| part == Component::ParentDir);
         let is_known = |name: &Path| {
             let kinds = [FileType::RegularFile, FileType::Directory, FileType::Symlink];
-            let rules = [&self.policy, &self.resolved()];
-            rules.iter().any(|p| kinds.iter().any(|kind| p.allows(name, *kind, Access::Look)))
+            let knows =
+                |policy: &Policy| kinds.iter().any(|kind| policy.allows(name, *kind, Access::Look));
+            knows(&self.policy) || knows(&self.resolved())
         };
         match found {
             Err(_) if has_dots || !is_known(name) => Err(Errno::ACCESS),
@@ -371,8 +373,21 @@ impl Server {
     }
 
     fn is_image(&self, place: &Path) -> bool {
-        let rules = self.resolved().rules;
-        rules.iter().any(|rule| rule.right == Right::Write && rule.place == place)
+        self.any_rule(|rule| rule.right == Right::Write && rule.place == place)
+    }
+
+    /// Whether a rule is so, with its place as it was written or as it is resolved.
+    fn any_rule(&self, is_so: impl Fn(&Rule) -> bool) -> bool {
+        self.policy.rules.iter().any(&is_so) || self.resolved().rules.iter().any(is_so)
+    }
+
+    /// [`Policy::allows`], by the places that the rules' names lead to now.
+    ///
+    /// The names as they were written come first: a place has no links, so a rule's name that it begins with has
+    /// none, and needs no system calls.
+    fn allows(&self, place: &Path, kind: FileType, access: Access) -> bool {
+        self.policy.allows(place, kind, access)
+            || self.resolved_for(access).allows(place, kind, access)
     }
 
     /// Whether it is the block device of the image, which is that of an NVMe namespace for commands.

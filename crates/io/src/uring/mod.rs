@@ -42,6 +42,7 @@ use entry::{Messages, Vectors};
 pub use passthrough::NvmeUring;
 pub use polled::PolledUring;
 use setup::Step;
+pub(crate) use setup::try_out;
 pub use setup::{SetupError, UringFeatures, probe};
 use table::{Kind, Table};
 use words::{DRAIN, PUT, Words};

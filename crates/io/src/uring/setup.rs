@@ -108,6 +108,14 @@ impl fmt::Display for UringFeatures {
     }
 }
 
+/// Sets up a small ring, without memory that is pinned for it: whether there is a usable io_uring.
+///
+/// # Errors
+/// A [`SetupError`] inside, if there is none.
+pub(crate) fn try_out() -> io::Result<()> {
+    super::Uring::new(Arena::new(HUGE_PAGE_BYTES)?, 8).map(drop)
+}
+
 /// Sets up a small ring with a small arena and says what it got.
 ///
 /// # Errors
