@@ -20,6 +20,7 @@ use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECT
 #[cfg(feature = "testing")]
 mod checked;
 mod discard;
+mod fence;
 mod geometry;
 mod growth;
 mod hold;
@@ -38,6 +39,7 @@ mod zero;
 
 #[cfg(feature = "testing")]
 pub use checked::{Checked, TestCheck};
+use fence::Fence;
 use geometry::Geometry;
 pub use growth::GrowthWatch;
 use hold::Hold;
@@ -68,6 +70,8 @@ pub struct SpaceBelow {
 /// An open and locked raw image.
 #[derive(Debug)]
 pub struct Raw {
+    /// The reservation of a LUN: the first to be dropped.
+    fence: Option<Fence>,
     file: Arc<OwnedFd>,
     path: PathBuf,
     medium: Medium,
@@ -164,10 +168,12 @@ impl Raw {
             Some(namespace) => discard::Discard::of_namespace(namespace),
             None => discard::Discard::of(&opened, options.fixed_size),
         };
+        let fence = Fence::take(path, &opened.file, options)?;
         let zero_has = if options.read_only { 0 } else { zero::known(&opened) };
         let inode = inode(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "it could not be told from others", e))?;
         Ok(Raw {
+            fence,
             file: opened.file,
             inode,
             path: path.to_owned(),
@@ -217,6 +223,7 @@ impl Raw {
         let bytes = size_bytes(&opened.file, opened.medium)?;
         let inode = inode(&opened.file, opened.medium)?;
         let mut raw = Raw {
+            fence: None,
             file: opened.file,
             inode,
             path: path.to_owned(),
@@ -424,6 +431,7 @@ impl Raw {
 
     /// Releases the locks, while the file stays open.
     pub fn unlock(&self) {
+        self.fence.iter().for_each(Fence::release);
         lock::release(&self.file);
         self.let_go();
     }
@@ -509,6 +517,16 @@ impl Raw {
     /// Has `witness` told of each failed sync of this medium.
     pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
         self.commits.witness(witness);
+    }
+
+    /// Who has the LUN, in words for the log. `None`: it is not reserved for this host. It may wait for the LUN.
+    pub fn holder(&self) -> Option<String> {
+        self.fence.as_ref().map(Fence::holder)
+    }
+
+    /// Whether it is a LUN that is reserved for this host, and whose target forgets that when it starts again.
+    pub fn is_reserved_weakly(&self) -> bool {
+        self.fence.as_ref().is_some_and(|fence| fence.is_weak)
     }
 
     /// Whether a sync of [`flush`](Self::flush) has failed.
