@@ -78,7 +78,12 @@ impl Host<'_> {
 
     /// Runs `ferrite fence`.
     fn fence(&self, words: &[&str]) -> Output {
-        let (records, image) = (format!("{}/state/fences", self.control()), self.image());
+        // A command makes the folder: an export would take it for that of another process.
+        let records = match self.world.path(&self.control()).exists() {
+            true => format!("{}/state/fences", self.control()),
+            false => format!("records-{}", self.name),
+        };
+        let image = self.image();
         let words = [&["--json", "fence"], words, &[&image, "--records", &records]].concat();
         self.command(&words).output().unwrap()
     }
@@ -103,7 +108,7 @@ impl Host<'_> {
     fn serve(&mut self, fence: &str) {
         self.begin(fence);
         wait_until("it serves", || self.log().contains("listening at"));
-        assert!(self.works(), "{}", self.log());
+        wait_until("a client can use it", || self.works());
     }
 
     /// Begins to serve in vain: what it says.
@@ -163,7 +168,9 @@ impl Host<'_> {
 
     fn kill(&self, role: &str) -> Vec<Pid> {
         let all = self.processes(role);
-        all.iter().for_each(|pid| drop(kill_process(*pid, Signal::KILL)));
+        for pid in &all {
+            let _ = kill_process(*pid, Signal::KILL);
+        }
         wait_until("their end", || self.processes(role).iter().all(|pid| !all.contains(pid)));
         all
     }
@@ -208,9 +215,12 @@ fn a_lun_is_one_hosts_through_the_deaths_of_its_processes_until_it_is_given_back
     // Another host takes it. The worker that is there is refused by the LUN alone; the next one is told why.
     let said = b.fence(&["steal"]);
     assert!(said.status.success(), "{said:?}");
+    assert_ne!(world.holder(), Some(key));
+    // The export's own folder of records is new, so the command's key is another host's for it.
+    let said = b.fence(&["release"]);
+    assert!(said.status.success() && world.keys().is_empty(), "{said:?}");
     b.serve("reservation");
     let next = world.holder().unwrap();
-    assert_ne!(next, key);
     a.kill("worker");
     let why = format!("another host (key {next:016x}) has taken it while this disk had it");
     wait_until("the reason", || a.log().contains(&why));
