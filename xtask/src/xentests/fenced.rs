@@ -23,6 +23,8 @@ const TARGET: &str = "iqn.2026-01.example:lun";
 /// The initiator with two names, and the sessions of both.
 const LOGINS: &str = "
 modprobe -a iscsi_tcp sd_mod
+ip link set lo up
+mkdir -p /run/lock/iscsi /etc/iscsi
 echo InitiatorName=iqn.2026-01.example:a >/etc/iscsi/initiatorname.iscsi
 pgrep -x iscsid || iscsid
 iscsiadm -m iface -I b -o new
@@ -35,23 +37,43 @@ for i in $(seq 100); do [ $(ls /sys/class/iscsi_session/*/device/target*/*/block
 const LOGOUTS: &str = "
 iscsiadm -m node --logout; iscsiadm -m node -o delete; iscsiadm -m iface -I b -o delete
 kill $(pgrep -x iscsid)
-rm -rf /lab/lun /lab/lio.json /lab/b-records /var/lib/ferrite/fences
+rm -rf /lab/lun /lab/b-records /var/lib/ferrite/fences
 ";
 
-/// LIO keeps registrations in files in this folder.
+/// LIO, by its folders in configfs. What it has written of registrations is told to it when it comes again, as its tools do.
 const LIO: &str = "
 modprobe -a target_core_file iscsi_target_mod
-mkdir -p /var/target/pr /etc/target/pr /etc/rtslib-fb-target/pr
 mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
-targetcli /backstores/fileio create lun /lab/lun 64M
-targetcli /iscsi create TARGET
-targetcli /iscsi/TARGET/tpg1/luns create /backstores/fileio/lun
-targetcli /iscsi/TARGET/tpg1 set attribute generate_node_acls=1 demo_mode_write_protect=0 authentication=0 cache_dynamic_acls=1
+c=/sys/kernel/config/target
+mkdir -p $(cat $c/dbroot)/pr
+mkdir -p $c/core/fileio_0/lun
+echo fd_dev_name=/lab/lun,fd_dev_size=$((64 << 20)) >$c/core/fileio_0/lun/control
+echo 8fd24b1e-0001 >$c/core/fileio_0/lun/wwn/vpd_unit_serial
+echo 1 >$c/core/fileio_0/lun/enable
+t=$c/iscsi/TARGET/tpgt_1
+mkdir -p $c/iscsi/TARGET/tpgt_1
+mkdir $t/lun/lun_0
+ln -s $c/core/fileio_0/lun $t/lun/lun_0/lun
+for set in generate_node_acls=1 demo_mode_write_protect=0 authentication=0 cache_dynamic_acls=1; do
+    echo ${set#*=} >$t/attrib/${set%=*}
+done
+for file in $(cat $c/dbroot)/pr/aptpl_*; do
+    [ -f $file ] || continue
+    awk '/^PR_REG_START/ { text = \"\"; next } /^PR_REG_END/ { print text; next } { text = text $0 \",\" }' $file |
+        while read -r text; do echo \"$text\" >$c/core/fileio_0/lun/pr/res_aptpl_metadata; done
+done
+mkdir $t/np/127.0.0.1:3260
+echo 1 >$t/enable
 ";
-/// The target goes, and comes again with what it has in its files.
-const LIO_AGAIN: &str = "targetcli saveconfig /lab/lio.json && targetcli clearconfig confirm=True && sleep 2 && \
-     targetcli restoreconfig /lab/lio.json";
-const LIO_DOWN: &str = "targetcli clearconfig confirm=True; rm -f /var/target/pr/* /etc/target/pr/* /etc/rtslib-fb-target/pr/*";
+const LIO_AWAY: &str = "
+c=/sys/kernel/config/target
+t=$c/iscsi/TARGET/tpgt_1
+echo 0 >$t/enable
+rmdir $t/np/*
+rm $t/lun/lun_0/lun
+rmdir $t/lun/lun_0 $t $c/iscsi/TARGET
+rmdir $c/core/fileio_0/lun $c/core/fileio_0
+";
 
 const TGT: &str = "
 truncate -s 64M /lab/lun
@@ -102,7 +124,7 @@ fn says(bench: &mut Bench<'_>, command: &str, what: &str) -> Result<()> {
 /// The worker, the keeper and the target end under a guest's verification. Then the other host takes the LUN: not one write of
 /// the guest is executed from then on, and it is told.
 fn of_lio(bench: &mut Bench<'_>) -> Result<()> {
-    if !xl_knows_us(bench)? || !has(bench, "targetcli")? || !has(bench, "iscsiadm")? {
+    if !xl_knows_us(bench)? || !has(bench, "iscsiadm")? {
         return Ok(());
     }
     bench.xenhost.sh_for(&LIO.replace("TARGET", TARGET), 180)?;
@@ -128,7 +150,10 @@ fn of_lio(bench: &mut Bench<'_>) -> Result<()> {
         bench.xenhost.sh(&format!("sleep 4; kill -KILL $(pgrep -f {kill} | head -n 1)"))?;
     }
     bench.xenhost.sh("sleep 4")?;
-    bench.xenhost.sh_for(LIO_AGAIN, 180)?;
+    // The target goes, and comes again with what it has in its files.
+    bench.xenhost.sh_for(&LIO_AWAY.replace("TARGET", TARGET), 120)?;
+    bench.xenhost.sh("sleep 3")?;
+    bench.xenhost.sh_for(&LIO.replace("TARGET", TARGET), 120)?;
     bench.xenhost.wait_until(
         "the LUN again",
         &format!("timeout 20 dd if={ours} of=/dev/null bs=4k count=1 iflag=direct"),
@@ -156,7 +181,8 @@ fn of_lio(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh(&format!("ferrite fence release {theirs} --records /lab/b-records"))?;
     says(bench, &format!("ferrite fence status {theirs} --records /lab/b-records"), "nobody")?;
     bench.xenhost.dom0(LOGOUTS, 120)?;
-    bench.xenhost.dom0(LIO_DOWN, 120).map(drop)
+    bench.xenhost.sh_for(&LIO_AWAY.replace("TARGET", TARGET), 120)?;
+    bench.xenhost.sh("rm -f $(cat /sys/kernel/config/target/dbroot)/pr/*").map(drop)
 }
 
 /// tgt forgets reservations when it starts again, and says so.
