@@ -179,11 +179,7 @@ impl World {
         me.ended.set(false);
         match (self.below(8), me.writes.get()) {
             (0..=2, false) => drop(self.take(host)),
-            (3, false) => {
-                if self.steal(host).is_ok() {
-                    let _ = self.take(host);
-                }
-            }
+            (3, false) => drop(self.steal(host).map(|_| self.take(host))),
             // Its keeper or worker was killed, and the next one goes on.
             (0..=2, true) => {
                 me.writes.set(false);
