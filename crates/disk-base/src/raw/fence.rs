@@ -10,6 +10,7 @@ use ferrite_host::fence::{Refusal, Terms};
 use ferrite_host::names;
 
 use super::medium::cannot_open;
+use super::{Raw, lock};
 use crate::{DiskError, ErrorKind, OpenOptions};
 
 /// A reservation, which is given back when this is dropped: before the file's locks are.
@@ -18,8 +19,6 @@ pub(super) struct Fence {
     path: PathBuf,
     terms: Terms,
     is_held: AtomicBool,
-    /// Whether its target forgets it when it starts again.
-    pub(super) is_weak: bool,
 }
 
 impl Fence {
@@ -40,14 +39,8 @@ impl Fence {
             );
         }
         tracing::info!(image = %path.display(), "it is reserved for this host by key {:016x}", held.key);
-        let (is_held, is_weak) = (AtomicBool::new(true), held.is_weak);
-        Ok(Some(Fence {
-            file: file.clone(),
-            path: path.to_owned(),
-            terms: terms.clone(),
-            is_held,
-            is_weak,
-        }))
+        let is_held = AtomicBool::new(true);
+        Ok(Some(Fence { file: file.clone(), path: path.to_owned(), terms: terms.clone(), is_held }))
     }
 
     /// Gives it back. Nothing is written to the image any more.
@@ -66,6 +59,20 @@ impl Fence {
             Some(key) => format!("the host with key {key:016x}"),
             None => "another host, which has given it back or cannot be told".to_owned(),
         }
+    }
+}
+
+impl Raw {
+    /// Releases the locks, while the file stays open.
+    pub fn unlock(&self) {
+        self.fence.iter().for_each(Fence::release);
+        lock::release(&self.file);
+        self.let_go();
+    }
+
+    /// Who has the LUN, in words for the log. `None`: it is not reserved for this host. It may wait for the LUN.
+    pub fn holder(&self) -> Option<String> {
+        self.fence.as_ref().map(Fence::holder)
     }
 }
 

@@ -429,13 +429,6 @@ impl Raw {
         *has
     }
 
-    /// Releases the locks, while the file stays open.
-    pub fn unlock(&self) {
-        self.fence.iter().for_each(Fence::release);
-        lock::release(&self.file);
-        self.let_go();
-    }
-
     /// Has a keeper keep the file open when this process dies.
     pub fn keep(&self) {
         self.holds.iter().for_each(Hold::keep);
@@ -517,16 +510,6 @@ impl Raw {
     /// Has `witness` told of each failed sync of this medium.
     pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
         self.commits.witness(witness);
-    }
-
-    /// Who has the LUN, in words for the log. `None`: it is not reserved for this host. It may wait for the LUN.
-    pub fn holder(&self) -> Option<String> {
-        self.fence.as_ref().map(Fence::holder)
-    }
-
-    /// Whether it is a LUN that is reserved for this host, and whose target forgets that when it starts again.
-    pub fn is_reserved_weakly(&self) -> bool {
-        self.fence.as_ref().is_some_and(|fence| fence.is_weak)
     }
 
     /// Whether a sync of [`flush`](Self::flush) has failed.
