@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_host::fence::Terms;
+
 use crate::parents::Parents;
 
 /// Bytes of optional metadata that a disk keeps in memory by default.
@@ -108,6 +110,8 @@ pub struct OpenOptions {
     /// QEMU, as the guest's device model, has the raw image open until the guest's own driver connects. QEMU's locks
     /// are taken by `shut_out_qemu`, and not before.
     pub qemu_first: bool,
+    /// How the LUN is reserved for this host while it is open for writing. `None`: it is not.
+    pub fence: Option<Terms>,
     /// The open file of the image, if the caller has it already: a caller that has it locked could not open it again,
     /// and the path may have changed.
     pub opened: Option<Arc<OwnedFd>>,
@@ -140,6 +144,7 @@ impl Default for OpenOptions {
             format_said: false,
             as_libvhd: false,
             qemu_first: false,
+            fence: None,
             opened: None,
         }
     }

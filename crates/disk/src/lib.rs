@@ -38,9 +38,9 @@ pub use elsewhere::Elsewhere;
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::changes as change_log;
 pub use ferrite_disk_base::{
-    CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
-    Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark,
-    OnDamage, OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES,
+    CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Fencing,
+    Finding, Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES,
+    Mark, OnDamage, OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES,
     SyncWitness, dirty, moved, size, warn_once,
 };
 pub use ferrite_images::vhd::{

@@ -16,12 +16,15 @@ use crate::controlled::ControlArgs;
 use crate::disk::{attach, change, device, dirty, export, limit, pause, wait};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
+use crate::fence::FenceArgs;
 use crate::guests::GuestDisk;
 use crate::image::args::ImageArgs;
 use crate::job::args::{CoalesceArgs, JobArgs, MirrorArgs};
 use crate::migrate::MigrateArgs;
 use crate::net::NetArgs;
-use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
+use crate::options::{
+    FencingArgs, MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies,
+};
 use crate::parents::ParentsArgs;
 use crate::pool::args::PoolArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
@@ -176,6 +179,8 @@ pub(crate) enum Command {
     Store(StoreArgs),
     /// Disks whose copies are on several servers (experimental).
     Pool(PoolArgs),
+    /// See who has a LUN reserved, and take it from a host that is gone.
+    Fence(FenceArgs),
     /// Back disks up into folders, incrementally, and restore them.
     Backup(BackupArgs),
     /// Show statistics of disks: requests, data and latencies, one line per disk.
@@ -239,6 +244,9 @@ pub(crate) struct ServeArgs {
     /// Keep the space that the image has: refuse discards, and write zeros so that they have space.
     #[arg(long)]
     pub(crate) keep_allocated: bool,
+
+    #[command(flatten)]
+    pub(crate) fence: FencingArgs,
 
     /// QEMU has the raw image open until the guest's own driver connects (an HVM guest's).
     #[arg(long, hide = true)]

@@ -23,7 +23,7 @@ use sd_notify::NotifyState;
 use crate::cli::{DaemonArgs, ServeArgs};
 use crate::controlled::ControlArgs;
 use crate::exit::{Code, Failure};
-use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
+use crate::options::{FencingArgs, MemoryArgs, StoreMemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
 use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
@@ -210,6 +210,7 @@ pub(crate) fn options(args: &ServeArgs) -> DiskOptions {
         map_budget: args.map_budget,
         on_full: args.on_full,
         keep_allocated: args.keep_allocated,
+        fence: args.fence.fence,
         memory: args.memory.memory,
         metadata_memory_mib: mib(args.store.metadata_memory),
         index_memory_mib: mib(args.store.index_memory),
@@ -249,6 +250,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         on_full: options.on_full,
         limit: options.limits,
         keep_allocated: options.keep_allocated,
+        fence: FencingArgs { fence: options.fence, fence_records: disk.config().fence_records() },
         mover: options.mover,
         own_grants: options.own_grants,
         map_budget: options.map_budget,
@@ -310,7 +312,7 @@ mod tests {
     #[test]
     fn what_a_worker_was_told_is_what_its_settings_are() {
         let told = "worker --xen=3/51712 --queues=2 --ring-order=1 --indirect=32 --engine=aio \
-                    --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --keep-allocated --memory=3145728 \
+                    --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --keep-allocated --fence=weak-reservation --memory=3145728 \
                     --metadata-memory=5242880 --index-memory=6291456 \
                     --poll-us=9 --poll-cpu=20 --cpu=150 --limit=iops=500:900,bytes=65536 --no-merge --run-dir=/run/ferrite -- raw:/a";
         let told: Vec<String> = told.split_whitespace().map(str::to_owned).collect();
@@ -325,6 +327,7 @@ mod tests {
             map_budget: 7,
             on_full: OnFull::Wait,
             keep_allocated: true,
+            fence: ferrite_disk::Fencing::WeakReservation,
             memory: DataMemory::Bytes(3 << 20),
             metadata_memory_mib: 5,
             index_memory_mib: 6,

@@ -2,8 +2,10 @@
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use ferrite_daemon::config::{Config, DiskOptions, PATH};
+use ferrite_disk::Fencing;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
 
@@ -107,6 +109,22 @@ fn left_backups(run: &Path) -> Vec<Check> {
     live::left_backups(run, &Names::read()).into_iter().map(check).collect()
 }
 
+/// The LUNs whose target forgets which host may write.
+fn weak_fences(config: &Config) -> Vec<Check> {
+    let weak = |(image, options): (&PathBuf, &DiskOptions)| {
+        let is_weak = options.fence == Fencing::WeakReservation;
+        is_weak.then(|| Check {
+            area: "disks",
+            name: "fence",
+            state: State::Warn,
+            found: one_line(&format!("{} has fence = \"weak-reservation\"", image.display()))
+                .into_owned(),
+            means: "two hosts may write to it when its target has started again".to_owned(),
+        })
+    };
+    config.images.iter().filter_map(weak).collect()
+}
+
 fn examine(run: &Path) -> Report {
     let chosen = EngineChoice::Auto.decide().ok().map(|chosen| chosen.kind);
     let mut checks = kernel::checks(chosen);
@@ -115,6 +133,7 @@ fn examine(run: &Path) -> Report {
     checks.extend(paused(run, &names));
     checks.extend(network::checks(run, &names));
     checks.extend(left_backups(run));
+    checks.extend(Config::load(Path::new(PATH), false).iter().flat_map(weak_fences));
     let none_missing = |names: &[&str]| {
         names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
     };

@@ -129,6 +129,7 @@ fn controlled(
             engine: open.engine,
             on_full: open.on_full,
             keep_allocated: open.keep_allocated,
+            fence: open.fence.fence,
             merge: !open.no_merge,
             metadata_memory_mib: daemon::mib(open.store.metadata_memory),
             index_memory_mib: daemon::mib(open.store.index_memory),
@@ -268,6 +269,7 @@ fn open_disk(
     let options = OpenOptions {
         read_only: args.read_only,
         keep_allocated: args.keep_allocated,
+        fence: args.fence.terms(),
         odd_size,
         wait_for_lock,
         unseen_state: state.unseen,

@@ -15,6 +15,7 @@ mod doctor;
 pub mod engine;
 pub mod exit;
 mod export;
+mod fence;
 pub mod generate;
 mod guests;
 mod image;
@@ -100,6 +101,7 @@ pub fn main() -> ExitCode {
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
         cli::Command::Pool(args) => pool::run(args),
+        cli::Command::Fence(args) => fence::run(args, json),
         cli::Command::Backup(args) => backup::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),

@@ -1,13 +1,14 @@
 //! Options that several programs share.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use ferrite_disk::{OpenOptions, size};
+use ferrite_disk::{Fencing, OpenOptions, size};
+use ferrite_host::fence::{self, Terms};
 use ferrite_host::shares::Shares;
 use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::HostMemory;
@@ -74,6 +75,27 @@ impl TuningArgs {
     pub fn polling(&self, shared: &Path) -> io::Result<Budget> {
         let units = self.poll_host.unwrap_or_else(host_units);
         Ok(Budget::shared(self.poll_cpu, Shares::open(shared, units)?))
+    }
+}
+
+/// Whether the disk's LUN is reserved for this host.
+#[derive(Debug, Args)]
+pub(crate) struct FencingArgs {
+    /// Reserve the LUN that the image is, so that no other host writes to it: reservation; weak-reservation takes a LUN whose
+    /// target forgets that when it starts again, too.
+    #[arg(long, value_name = "HOW", default_value_t = Fencing::None,
+          value_parser = one_of::<Fencing, 3>(["none", "reservation", "weak-reservation"]))]
+    pub(crate) fence: Fencing,
+
+    /// The folder of this host's keys at LUNs.
+    #[arg(long, hide = true, value_name = "DIR", default_value = fence::RECORDS)]
+    pub(crate) fence_records: PathBuf,
+}
+
+impl FencingArgs {
+    /// The terms. `None`: it is not reserved.
+    pub(crate) fn terms(&self) -> Option<Terms> {
+        self.fence.terms(&self.fence_records)
     }
 }
 

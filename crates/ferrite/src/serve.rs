@@ -361,6 +361,7 @@ fn open_as(
         qemu_first: args.qemu_first,
         locking: if args.toolstack_locks { Locking::Toolstack } else { Locking::Ours },
         keep_allocated: args.keep_allocated,
+        fence: args.fence.terms(),
         // Only servers are told it, and a store's worker may not ask the kernel for it.
         client: is_export(&args.image).then(|| client_of(&run_dir)).flatten(),
         state_dir: Some(run.join(IMAGES)),

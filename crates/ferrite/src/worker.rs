@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_disk::{Disk, ImageName, Parents, client_of, server_of};
+use ferrite_disk::{Disk, Fencing, ImageName, Parents, client_of, server_of};
+use ferrite_host::fence::Terms;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
 use ferrite_keeper::{
-    ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, MirrorFiles, SECOND_FD, WorkerSandbox,
+    ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, FenceTerms, LINE_FD, MirrorFiles, SECOND_FD,
+    WorkerSandbox,
 };
 use ferrite_serve::blkif::lifecycle::{
     EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, TABLE,
@@ -229,6 +231,11 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     put("poll-cpu", &args.tuning.poll_cpu);
     args.cpu.iter().for_each(|percent| put("cpu", percent));
     args.tuning.poll_host.iter().for_each(|processors| put("poll-host", processors));
+    // Without a reservation there is no word: a worker of an older version does not know it.
+    if args.fence.fence != Fencing::None {
+        put("fence", &args.fence.fence);
+        put("fence-records", &args.fence.fence_records.to_str()?);
+    }
     for folder in args.parents.named() {
         put("parents", &folder.to_str()?);
     }
@@ -316,6 +323,7 @@ pub(crate) fn worker_sandbox(
         },
         servers: servers(&args.image, args.read_only || !writable),
         mirror: mirror_files(args),
+        fence: fence_terms(args),
     }))
 }
 
@@ -342,6 +350,12 @@ fn servers(image: &OsStr, read_only: bool) -> Vec<DataServer> {
     let name = ImageName::parse(image).ok();
     let server = name.and_then(|name| server_of(name.export()?, read_only));
     server.as_ref().and_then(DataServer::of).into_iter().collect()
+}
+
+/// How the keeper reserves the image's LUN.
+fn fence_terms(args: &ServeArgs) -> Option<FenceTerms> {
+    let Terms { weak, records } = args.fence.terms()?;
+    Some(FenceTerms { weak, records })
 }
 
 /// What the worker opens for a mirror.
@@ -433,6 +447,8 @@ mod tests {
             "--on-full=wait",
             "--keep-allocated",
             "--toolstack-locks",
+            "--fence=reservation",
+            "--fence-records=/r",
             "--memory=3M",
             "--memory-host=70M",
             "--mover=map",

@@ -7,6 +7,7 @@
 //! * [`nbd_device`]: block devices of the kernel's NBD client.
 //! * [`nvme`]: the properties of an NVMe namespace, and the commands for it.
 //! * [`directory`]: changes directory entries, which a crash may undo before a sync.
+//! * [`fence`]: the reservation of a LUN that several hosts see.
 //! * [`frames`]: bounded messages between processes, and the rule for their versions.
 //! * [`process`]: starts processes with chosen descriptors, which end together.
 //! * [`processors`]: counts the processors that this process may use.
@@ -23,6 +24,7 @@
 pub mod byte_locks;
 pub mod clock;
 pub mod directory;
+pub mod fence;
 pub mod frames;
 pub mod helper;
 pub mod listen;

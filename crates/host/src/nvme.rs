@@ -7,12 +7,15 @@ use std::path::PathBuf;
 
 use rustix::fs::{fstat, major, minor};
 
+use crate::fence::lun::{Abilities, Reservation};
 use crate::names;
 
 /// `_IO('N', 0x40)` of linux/nvme_ioctl.h: the namespace's number.
 const IOCTL_ID: libc::Ioctl = 0x4e40;
 /// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
 const IOCTL_ADMIN: libc::Ioctl = 0xc048_4e41_u32 as libc::Ioctl;
+/// `_IOWR('N', 0x43, struct nvme_passthru_cmd)`: a command for the data of a namespace, whose answer is waited for.
+const IOCTL_IO: libc::Ioctl = 0xc048_4e43_u32 as libc::Ioctl;
 /// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: a command whose data is in one piece.
 pub const URING_IO: u32 = 0xc048_4e80;
 /// `_IOWR('N', 0x81, struct nvme_uring_cmd)`: a command whose data is in vectors.
@@ -101,9 +104,7 @@ impl Namespace {
     /// # Errors
     /// The kernel's error; `Unsupported` for formats with metadata in the data.
     pub fn of(file: BorrowedFd<'_>) -> io::Result<Namespace> {
-        // SAFETY: no argument, no memory.
-        let id = unsafe { libc::ioctl(file.as_raw_fd(), IOCTL_ID) };
-        let id = u32::try_from(id).map_err(|_| io::Error::last_os_error())?;
+        let id = id_of(file)?;
         let namespace = identify(file, id, 0)?;
         let controller = identify(file, 0, 1)?;
         let mut found = decode(id, &namespace, &controller)?;
@@ -206,6 +207,74 @@ fn identify(file: BorrowedFd<'_>, namespace: u32, what: u32) -> io::Result<[u8; 
         status if status > 0 => Err(io::Error::from_raw_os_error(errno_of_status(status))),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Get Features, an admin command, and the feature Reservation Persistence.
+const GET_FEATURES: u8 = 0x0a;
+const RESERVATION_PERSISTENCE: u32 = 0x83;
+const RESERVATION_REPORT: u8 = 0x0e;
+/// Room for 40 controllers in a report.
+const REPORT_BYTES: usize = 24 + 24 * 40;
+/// The type Write Exclusive, Registrants Only.
+const REGISTRANTS_ONLY: u8 = 3;
+
+/// Sends a command, and returns its result.
+fn send(file: BorrowedFd<'_>, request: libc::Ioctl, mut command: Command) -> io::Result<u32> {
+    // SAFETY: the kernel reads and writes the command. Its data are memory of the caller's, who waits here.
+    match unsafe { libc::ioctl(file.as_raw_fd(), request, &raw mut command) } {
+        0 => Ok(command.result),
+        status if status > 0 && matches!(status & 0x7ff, 0x001 | 0x002) => {
+            Err(io::Error::new(io::ErrorKind::Unsupported, "it has no reservations"))
+        }
+        status if status > 0 => Err(io::Error::from_raw_os_error(errno_of_status(status))),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn id_of(file: BorrowedFd<'_>) -> io::Result<u32> {
+    // SAFETY: no argument, no memory.
+    let id = unsafe { libc::ioctl(file.as_raw_fd(), IOCTL_ID) };
+    u32::try_from(id).map_err(|_| io::Error::last_os_error())
+}
+
+/// What a namespace can do for reservations: what it can from its identity, and whether they outlive a power cut from the
+/// feature.
+pub(crate) fn reservation_abilities(file: BorrowedFd<'_>) -> io::Result<Abilities> {
+    let namespace = id_of(file)?;
+    let can = identify(file, namespace, 0)?[31];
+    if can == 0 {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "it has no reservations"));
+    }
+    let dwords_10_15 = [RESERVATION_PERSISTENCE, 0, 0, 0, 0, 0];
+    let command = Command { opcode: GET_FEATURES, namespace, dwords_10_15, ..Command::default() };
+    let persists = send(file, IOCTL_ADMIN, command)? & 1 != 0;
+    Ok(Abilities { has_type: can & 1 << 3 != 0, can_persist: can & 1 != 0, persists })
+}
+
+/// The reservation of a namespace, and the keys of all registered controllers.
+pub(crate) fn reservations(file: BorrowedFd<'_>) -> io::Result<(Option<Reservation>, Vec<u64>)> {
+    let mut data = [0; REPORT_BYTES];
+    let command = Command {
+        opcode: RESERVATION_REPORT,
+        namespace: id_of(file)?,
+        address: data.as_mut_ptr() as u64,
+        data_len: REPORT_BYTES as u32,
+        dwords_10_15: [REPORT_BYTES as u32 / 4 - 1, 0, 0, 0, 0, 0],
+        ..Command::default()
+    };
+    send(file, IOCTL_IO, command)?;
+    Ok(decode_report(&data))
+}
+
+fn decode_report(data: &[u8; REPORT_BYTES]) -> (Option<Reservation>, Vec<u64>) {
+    let count = usize::from(u16::from_le_bytes([data[5], data[6]]));
+    let controllers = data[24..].as_chunks::<24>().0.iter().take(count);
+    let key = |one: &[u8; 24]| u64::from_le_bytes(std::array::from_fn(|i| one[16 + i]));
+    let holder = controllers.clone().find(|one| one[2] & 1 != 0);
+    let reservation = holder
+        .filter(|_| data[4] != 0)
+        .map(|one| Reservation { key: key(one), is_ours_by_type: data[4] == REGISTRANTS_ONLY });
+    (reservation, controllers.map(key).collect())
 }
 
 fn decode(
@@ -347,6 +416,21 @@ mod tests {
         let (command, range) = n.deallocate(8192, 4096).unwrap();
         assert_eq!((command.opcode, command.data_len, range), (9, 16, [1 << 32, 2]));
         assert_eq!(n.flush().to_bytes()[0], FLUSH);
+    }
+
+    #[test]
+    fn a_report_tells_the_holder_and_all_keys_and_is_bounded() {
+        let mut data = [0; REPORT_BYTES];
+        assert_eq!(decode_report(&data), (None, vec![]));
+        (data[4], data[5]) = (REGISTRANTS_ONLY, 2);
+        data[24 + 16] = 7;
+        (data[48 + 2], data[48 + 16]) = (1, 9);
+        let reservation = Reservation { key: 9, is_ours_by_type: true };
+        assert_eq!(decode_report(&data), (Some(reservation), vec![7, 9]));
+        data[4] = 1;
+        assert!(!decode_report(&data).0.unwrap().is_ours_by_type);
+        (data[5], data[6]) = (0xff, 0xff);
+        assert_eq!(decode_report(&data).1.len(), 40);
     }
 
     #[test]

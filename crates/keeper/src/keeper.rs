@@ -410,6 +410,12 @@ impl Process {
             Some(_) => None,
         };
         let mut removed = member.remove(alive.as_deref());
+        // While I/O of a dead worker is under way, nobody else may have the LUN.
+        let fenced = member.spec.sandbox.as_ref().filter(|sandbox| sandbox.fence.is_some());
+        if let (Ok(()), Some(sandbox)) = (&removed, fenced) {
+            self.worker.drop_images();
+            sandbox.release_fence();
+        }
         if let Some(group) = self.group.as_ref().filter(|_| is_last) {
             removed = removed.and(group.remove());
         }

@@ -38,7 +38,7 @@ pub use exporter::{Exporter, ExporterSpec, Started, TlsFolder, run_exporter};
 pub use keeper::run;
 pub use public::nbd_socket;
 pub use relay::become_relay;
-pub use sandbox::{DataServer, MirrorFiles, WorkerSandbox, drop_privileges};
+pub use sandbox::{DataServer, FenceTerms, MirrorFiles, WorkerSandbox, drop_privileges};
 pub use socket::{name_of, remove_leftovers, socket_name};
 pub use spec::{DiskSpec, Group, Preopen};
 pub use tunnel::{Tunnel, TunnelSpec, admitted};

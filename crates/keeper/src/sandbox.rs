@@ -11,6 +11,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ferrite_host::fence::{self, Terms};
 use ferrite_host::frames;
 use ferrite_host::names::connect;
 use ferrite_host::names::policy::{Policy, Right};
@@ -61,6 +62,25 @@ pub struct WorkerSandbox {
     /// The mirror of the disk. An older keeper does not know the word, so it is left out without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror: Option<MirrorFiles>,
+    /// How the image's LUN is reserved. An older keeper does not know the word, so it is left out without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence: Option<FenceTerms>,
+}
+
+/// How the keeper reserves the image's LUN.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FenceTerms {
+    /// See [`Terms::weak`].
+    #[serde(default)]
+    pub weak: bool,
+    /// See [`Terms::records`].
+    pub records: PathBuf,
+}
+
+impl FenceTerms {
+    fn terms(&self) -> Terms {
+        Terms { weak: self.weak, records: self.records.clone() }
+    }
 }
 
 /// What a worker needs for the mirror of its disk, besides the disk.
@@ -117,6 +137,7 @@ impl WorkerSandbox {
             policy.rules.extend(target.flat_map(|image| Policy::of_disk(image, true, &[]).rules));
             self.allow_servers(policy, &mirror.servers);
         }
+        policy.fence = self.fence.as_ref().map(FenceTerms::terms);
         policy.add(run_dir, true, Right::Own);
         // A file is allowed itself, with nothing below it.
         self.read.iter().for_each(|path| policy.add(path, true, Right::Read));
@@ -130,6 +151,28 @@ impl WorkerSandbox {
             let root = self.root.clone();
             policy.tunnel = Some(TunnelUser { user: self.user | TUNNEL, root });
         }
+    }
+
+    /// Gives the reservation of the image's LUN back, which a worker has left that did not close its image. The worker, and
+    /// its I/O, have ended. It waits some seconds; the LUN stays reserved for this host if it does not answer.
+    pub(crate) fn release_fence(&self) {
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let Some(FenceTerms { records, .. }) = self.fence.clone() else { return };
+        let (image, (tell, told)) = (self.image.clone(), std::sync::mpsc::sync_channel(1));
+        let work = move || {
+            let _ = tell.send(fence::release_left(&image, &records));
+        };
+        let begun = std::thread::Builder::new().name("fence".into()).spawn(work);
+        let why = match begun.map(|_| told.recv_timeout(PATIENCE)) {
+            Ok(Ok(Ok(()))) => return,
+            Ok(Ok(Err(e))) => e.to_string(),
+            Ok(Err(_)) => "the LUN does not answer".to_owned(),
+            Err(e) => e.to_string(),
+        };
+        log(&format!(
+            "{} stays reserved for this host: {why}; ferrite fence release gives it back",
+            self.image.display()
+        ));
     }
 
     /// Environment variables of a worker.
@@ -187,6 +230,11 @@ impl NameService {
         if let Some(server) = &mut self.server {
             server.allow(policy);
         }
+    }
+
+    /// Closes the images that are kept open, with their locks.
+    pub(crate) fn drop_images(&mut self) {
+        self.images = Images::default();
     }
 
     pub(crate) fn end(&mut self) {

@@ -116,6 +116,11 @@ impl Worker {
         Ok(())
     }
 
+    /// Closes the images that are held for the next worker: there is none.
+    pub(crate) fn drop_images(&mut self) {
+        self.name_service.drop_images();
+    }
+
     /// Hands a command's client to the worker.
     pub(crate) fn command(&self, client: BorrowedFd<'_>) {
         if let Some(channel) = &self.channel {

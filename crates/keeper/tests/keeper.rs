@@ -277,6 +277,7 @@ fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() 
         user: user_of(1, 51712),
         servers: Vec::new(),
         mirror: None,
+        fence: None,
     });
     let keeper = world.start();
     let mut line = keeper.line(None).unwrap();

@@ -6,6 +6,7 @@ mod devices;
 mod discard;
 mod engines;
 mod exported;
+mod fenced;
 mod filesystem;
 mod fio;
 mod full;
@@ -122,6 +123,7 @@ pub(crate) fn all() -> Vec<Case> {
         exported::CASES,
         remotes::CASES,
         shared::CASES,
+        fenced::CASES,
         devices::CASES,
         media::CASES,
         net::CASES,

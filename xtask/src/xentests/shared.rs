@@ -22,6 +22,7 @@ const KILL_WORKER: &str = "kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)"
 /// Two resources of one host, each the other's peer. The second one's device is what another host would have.
 const DRBD_UP: &str = "
 modprobe drbd
+ip link set lo up
 for i in 1 2; do
     truncate -s 96M /lab/drbd$i
     losetup /dev/loop$((i + 40)) /lab/drbd$i
@@ -49,15 +50,26 @@ rm -f /lab/drbd1 /lab/drbd2 /etc/drbd.d/copy*.res
 /// Both copies are in sync.
 const DRBD_SYNCED: &str = "drbdadm dstate copy1 | grep -q UpToDate/UpToDate";
 
-/// A target with two portals, and a volume on the device that multipath makes of both sessions.
+/// A target of LIO with two portals, by its folders in configfs, and a volume on the device that multipath makes of both sessions.
 const ISCSI_UP: &str = "
 modprobe -a target_core_file iscsi_target_mod iscsi_tcp dm_multipath
+ip link set lo up
+mkdir -p /run/lock/iscsi /etc/iscsi
 mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
-targetcli /backstores/fileio create disks /lab/iscsi 256M
-targetcli /iscsi create iqn.2026-01.example:disks
-targetcli /iscsi/iqn.2026-01.example:disks/tpg1/luns create /backstores/fileio/disks
-targetcli /iscsi/iqn.2026-01.example:disks/tpg1 set attribute generate_node_acls=1 demo_mode_write_protect=0 \
-    authentication=0 cache_dynamic_acls=1
+c=/sys/kernel/config/target
+mkdir -p $c/core/fileio_0/disks
+echo fd_dev_name=/lab/iscsi,fd_dev_size=$((256 << 20)) >$c/core/fileio_0/disks/control
+echo 8fd24b1e-0002 >$c/core/fileio_0/disks/wwn/vpd_unit_serial
+echo 1 >$c/core/fileio_0/disks/enable
+t=$c/iscsi/iqn.2026-01.example:disks/tpgt_1
+mkdir -p $c/iscsi/iqn.2026-01.example:disks/tpgt_1
+mkdir $t/lun/lun_0
+ln -s $c/core/fileio_0/disks $t/lun/lun_0/disks
+for set in generate_node_acls=1 demo_mode_write_protect=0 authentication=0 cache_dynamic_acls=1; do
+    echo ${set#*=} >$t/attrib/${set%=*}
+done
+mkdir $t/np/127.0.0.1:3260 $t/np/127.0.0.2:3260
+echo 1 >$t/enable
 printf 'defaults {\\n user_friendly_names yes\\n find_multipaths no\\n no_path_retry 12\\n polling_interval 2\\n}\\n\
 blacklist {\\n devnode \"^(vd|xvd|nbd|loop|drbd)\"\\n}\\n' >/etc/multipath.conf
 [ -s /etc/iscsi/initiatorname.iscsi ] || echo \"InitiatorName=$(iscsi-iname)\" >/etc/iscsi/initiatorname.iscsi
@@ -79,10 +91,15 @@ multipath -F || true
 iscsiadm -m node --logout
 iscsiadm -m node -o delete
 kill $(pgrep -x multipathd) $(pgrep -x iscsid)
-targetcli clearconfig confirm=True
+c=/sys/kernel/config/target
+t=$c/iscsi/iqn.2026-01.example:disks/tpgt_1
+echo 0 >$t/enable
+rmdir $t/np/*
+rm $t/lun/lun_0/disks
+rmdir $t/lun/lun_0 $t $c/iscsi/iqn.2026-01.example:disks $c/core/fileio_0/disks $c/core/fileio_0
 rm -f /lab/iscsi /etc/multipath.conf
 ";
-const TPG: &str = "/iscsi/iqn.2026-01.example:disks/tpg1";
+const ENABLE: &str = "/sys/kernel/config/target/iscsi/iqn.2026-01.example:disks/tpgt_1/enable";
 
 /// Whether domain 0 has this command; otherwise the test is left out, which is told.
 fn has(bench: &mut Bench<'_>, command: &str) -> Result<bool> {
@@ -129,7 +146,7 @@ fn on_drbd(bench: &mut Bench<'_>) -> Result<()> {
 
 /// A path fails, then the server is away for a while.
 fn on_iscsi(bench: &mut Bench<'_>) -> Result<()> {
-    if !xl_knows_us(bench)? || !has(bench, "targetcli")? || !has(bench, "multipathd")? {
+    if !xl_knows_us(bench)? || !has(bench, "iscsiadm")? || !has(bench, "multipathd")? {
         return Ok(());
     }
     bench.xenhost.sh(ISCSI_UP)?;
@@ -138,7 +155,7 @@ fn on_iscsi(bench: &mut Bench<'_>) -> Result<()> {
         &format!("{path}; echo offline >/sys/block/$path/device/state"),
         KILL_WORKER,
         &format!("{path}; echo running >/sys/block/$path/device/state"),
-        &format!("targetcli {TPG} disable; sleep 4; targetcli {TPG} enable"),
+        &format!("echo 0 >{ENABLE}; sleep 4; echo 1 >{ENABLE}"),
         KILL_WORKER,
     ];
     under_load(bench, "/dev/disks/web1", &commands)?;

@@ -168,7 +168,7 @@ const HOST: [Key<HostOptions>; 3] = [
     },
 ];
 
-const DISK: [Key<DiskOptions>; 18] = [
+const DISK: [Key<DiskOptions>; 19] = [
     Key {
         name: "queues",
         allowed: "a number from 1 to 64",
@@ -218,6 +218,11 @@ const DISK: [Key<DiskOptions>; 18] = [
         name: "keep_allocated",
         allowed: "true or false",
         take: |disk, value| put(&mut disk.keep_allocated, value.as_bool()),
+    },
+    Key {
+        name: "fence",
+        allowed: "\"none\", \"reservation\" or \"weak-reservation\"",
+        take: |disk, value| put(&mut disk.fence, word(value)),
     },
     Key {
         name: "memory_mib",
@@ -295,6 +300,7 @@ pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()]
         ("map_budget", disk.map_budget.to_string()),
         ("on_full", disk.on_full.to_string()),
         ("keep_allocated", disk.keep_allocated.to_string()),
+        ("fence", disk.fence.to_string()),
         ("memory_mib", memory),
         ("metadata_memory_mib", disk.metadata_memory_mib.to_string()),
         ("index_memory_mib", disk.index_memory_mib.to_string()),

@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::{INDEX_BYTES, METADATA_BYTES};
+use ferrite_disk::{Fencing, INDEX_BYTES, METADATA_BYTES};
 use ferrite_io::engines::EngineChoice;
 use ferrite_nbd::address::{Address, Helped};
 use ferrite_nbd::uri::Uri;
@@ -105,6 +105,8 @@ pub struct DiskOptions {
     pub on_full: OnFull,
     /// Whether the image keeps the space that it has: no discards, and zeros have space.
     pub keep_allocated: bool,
+    /// Whether the image's LUN is reserved for this host.
+    pub fence: Fencing,
     /// Memory for data in flight.
     pub memory: DataMemory,
     /// Memory for the tables of the disk's store, in MiB.
@@ -170,6 +172,7 @@ impl Default for DiskOptions {
             map_budget: DISK_MAPPINGS,
             on_full: OnFull::Error,
             keep_allocated: false,
+            fence: Fencing::None,
             memory: DataMemory::Auto,
             metadata_memory_mib: (METADATA_BYTES >> 20) as u32,
             index_memory_mib: (INDEX_BYTES >> 20) as u32,
@@ -290,6 +293,11 @@ impl Config {
             Setting { key: key.to_owned(), value, from }
         });
         setting.collect()
+    }
+
+    /// The folder of this host's keys at LUNs.
+    pub fn fence_records(&self) -> PathBuf {
+        self.state_folder.join("fences")
     }
 
     /// Whether the image is in one of the allowed directories. Links in its path have to be

@@ -37,6 +37,7 @@ own_grants = false
 map_budget = 100
 on_full = "wait"
 keep_allocated = true
+fence = "reservation"
 memory_mib = 16
 metadata_memory_mib = 64
 index_memory_mib = 2048
@@ -91,6 +92,7 @@ fn each_key_goes_to_its_place() {
         map_budget: 100,
         on_full: OnFull::Wait,
         keep_allocated: true,
+        fence: Fencing::Reservation,
         memory: DataMemory::Bytes(16 << 20),
         metadata_memory_mib: 64,
         index_memory_mib: 2048,

@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrite_disk::Fencing;
 use ferrite_nbd::uri::Uri;
 
 use super::{Config, ConfigError, keys};
@@ -67,7 +68,12 @@ impl Config {
                 warnings.push(warning(format!("pool.{name}.tls"), why, help));
             }
         }
-        for image in self.images.keys() {
+        for (image, options) in &self.images {
+            if options.fence == Fencing::WeakReservation {
+                let why = "if the LUN's target starts again, it forgets which host may write: two hosts may then";
+                let help = "use a target that keeps reservations, and fence = \"reservation\"";
+                warnings.push(warning(format!("images.{image:?}.fence"), why.to_owned(), help));
+            }
             if let Some(uri) = image.to_str().and_then(|text| Uri::parse(text).ok()) {
                 if let Err(refused) = self.check_export(&uri) {
                     let why = "it is on a server that disks may not be on".to_owned();

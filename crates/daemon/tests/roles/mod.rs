@@ -32,8 +32,9 @@ use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{
-    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, MirrorFiles, Preopen,
-    SECOND_FD, WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, FenceTerms, LINE_FD,
+    MirrorFiles, Preopen, SECOND_FD, WorkerChannel, WorkerEvent, WorkerSandbox, become_relay,
+    drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
@@ -145,6 +146,7 @@ impl Programs for Roles {
                 None => user_of(disk.id.domid, disk.id.devid),
             },
             servers: servers(disk, !writable),
+            fence: fence_terms(disk),
             mirror: disk.mirror.as_ref().map(|it| {
                 let name = ImageName::parse(&it.target).unwrap();
                 let server = name.export().and_then(|uri| server_of(uri, false));
@@ -156,6 +158,12 @@ impl Programs for Roles {
             }),
         }))
     }
+}
+
+/// How the keeper reserves the image's LUN, as the real program finds it out.
+fn fence_terms(disk: &Assignment<'_>) -> Option<FenceTerms> {
+    let terms = disk.options.fence.terms(&disk.config().fence_records())?;
+    Some(FenceTerms { weak: terms.weak, records: terms.records })
 }
 
 /// The server of an export, as the real program finds it out.

@@ -20,6 +20,7 @@ use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECT
 #[cfg(feature = "testing")]
 mod checked;
 mod discard;
+mod fence;
 mod geometry;
 mod growth;
 mod hold;
@@ -38,6 +39,7 @@ mod zero;
 
 #[cfg(feature = "testing")]
 pub use checked::{Checked, TestCheck};
+use fence::Fence;
 use geometry::Geometry;
 pub use growth::GrowthWatch;
 use hold::Hold;
@@ -68,6 +70,8 @@ pub struct SpaceBelow {
 /// An open and locked raw image.
 #[derive(Debug)]
 pub struct Raw {
+    /// The reservation of a LUN: the first to be dropped.
+    fence: Option<Fence>,
     file: Arc<OwnedFd>,
     path: PathBuf,
     medium: Medium,
@@ -164,10 +168,12 @@ impl Raw {
             Some(namespace) => discard::Discard::of_namespace(namespace),
             None => discard::Discard::of(&opened, options.fixed_size),
         };
+        let fence = Fence::take(path, &opened.file, options)?;
         let zero_has = if options.read_only { 0 } else { zero::known(&opened) };
         let inode = inode(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "it could not be told from others", e))?;
         Ok(Raw {
+            fence,
             file: opened.file,
             inode,
             path: path.to_owned(),
@@ -217,6 +223,7 @@ impl Raw {
         let bytes = size_bytes(&opened.file, opened.medium)?;
         let inode = inode(&opened.file, opened.medium)?;
         let mut raw = Raw {
+            fence: None,
             file: opened.file,
             inode,
             path: path.to_owned(),
@@ -420,12 +427,6 @@ impl Raw {
             }
         }
         *has
-    }
-
-    /// Releases the locks, while the file stays open.
-    pub fn unlock(&self) {
-        lock::release(&self.file);
-        self.let_go();
     }
 
     /// Has a keeper keep the file open when this process dies.

@@ -10,7 +10,7 @@ use ferrite_serve::path::full::OnFull;
 
 use super::network::NetworkArgs;
 use crate::controlled::ControlArgs;
-use crate::options::{StoreMemoryArgs, engines, on_full_policies};
+use crate::options::{FencingArgs, StoreMemoryArgs, engines, on_full_policies};
 use crate::parents::ParentsArgs;
 
 /// `ferrite export`.
@@ -78,6 +78,9 @@ pub(crate) struct OpenArgs {
     /// Keep the space that the image has: refuse discards, and write zeros so that they have space.
     #[arg(long)]
     pub(crate) keep_allocated: bool,
+
+    #[command(flatten)]
+    pub(crate) fence: FencingArgs,
 
     /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]

@@ -94,6 +94,12 @@ pub(super) fn of(name: &str) -> Topic {
             &["etcd(1)", "ferrite.toml(5)"],
             "/usr/share/doc/ferrite/distributed.md",
         ),
+        name if name.starts_with("ferrite-fence") => (
+            &[("/var/lib/ferrite/fences", "The keys of this host at LUNs.")],
+            &[("FERRITE_CONFIG", "The path of ferrite.toml, if it is another one.")],
+            &["sg_persist(8)", "ferrite.toml(5)"],
+            "/usr/share/doc/ferrite/distributed.md",
+        ),
         "ferrite-stat" | "ferrite-top" => (&[STATS], &[XENSTORED], &["ferrite-trace(1)"], WATCHING),
         name if name.starts_with("ferrite-trace") => {
             (&[STATE], &[], &["ferrite-stat(1)"], "/usr/share/doc/ferrite/trace.md")
@@ -445,6 +451,15 @@ fn examples_of_images(name: &str) -> Terms {
             "Make a pool in an etcd on this host.",
             "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",
         )],
+        "ferrite-fence" | "ferrite-fence-status" => {
+            &[("Show who has a LUN.", "ferrite fence status /dev/mapper/mpatha")]
+        }
+        "ferrite-fence-steal" => {
+            &[("Take a LUN whose host is gone.", "ferrite fence steal /dev/mapper/mpatha")]
+        }
+        "ferrite-fence-release" => {
+            &[("Give back a LUN that a host has left.", "ferrite fence release /dev/mapper/mpatha")]
+        }
         "ferrite-pool-create" => &[(
             "A disk of 10 GiB with two copies.",
             "ferrite pool create lab/web1 10G --replicas 2",

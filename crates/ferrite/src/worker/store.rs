@@ -146,6 +146,7 @@ pub(super) fn worker_sandbox(store: PathBuf, run_dir: &Path, run: &Path) -> Work
         user: user_of_store(device, inode),
         servers: Vec::new(),
         mirror: None,
+        fence: None,
     }
 }
 

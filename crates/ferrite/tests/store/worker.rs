@@ -53,6 +53,7 @@ impl World {
                 user: user_of_store(1, 1),
                 servers: Vec::new(),
                 mirror: None,
+                fence: None,
             }),
             relay: None,
             group: Some(Group {

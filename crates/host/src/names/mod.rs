@@ -24,6 +24,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 
 mod broker;
 pub mod connect;
+pub mod fence;
 mod handed;
 pub mod policy;
 pub mod server;

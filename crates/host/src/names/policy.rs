@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::FileType;
 
 use super::connect::Server;
+use crate::fence::Terms;
 use crate::tunnel::TunnelUser;
 
 /// The end of the name of an image's dirty maps, in the image's folder.
@@ -52,6 +53,8 @@ pub struct Policy {
     pub servers: Vec<Server>,
     /// The user of the tunnels to these.
     pub tunnel: Option<TunnelUser>,
+    /// How the image's LUN is reserved, if it is one that other hosts see.
+    pub fence: Option<Terms>,
 }
 
 /// What is to be done.

@@ -10,6 +10,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use ferrite_nbd::address::Address;
 use rustix::fs::{
@@ -18,9 +20,9 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::connect;
 use super::policy::{Access, Policy, Right, Rule, is_text};
 use super::wire::{Answer, NAMES, Request, What};
+use super::{connect, fence};
 use super::{device_events, of_descriptor};
 use crate::frames::Frame;
 use crate::naming::Handle;
@@ -66,6 +68,8 @@ pub struct Server {
     policy: Policy,
     /// The process that asks.
     worker: u32,
+    /// Whether a thread asks the image's LUN.
+    fences: Arc<AtomicBool>,
 }
 
 /// The images that a keeper holds for its workers, one after the other.
@@ -105,7 +109,7 @@ impl Images {
 impl Server {
     /// By a socket of the kind `SEQPACKET`. It never waits for the worker.
     pub fn new(socket: OwnedFd, policy: Policy, worker: u32) -> Server {
-        Server { socket, policy, worker }
+        Server { socket, policy, worker, fences: Arc::default() }
     }
 
     /// From now on the worker may have this, and no longer what it might before.
@@ -132,7 +136,17 @@ impl Server {
         };
         let (asked, request) = Request::parse(&bytes)
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it asks for nonsense"))?;
-        let answer = self.answer(&request, &files, images);
+        let answer = match request.what {
+            What::Fence => match self.fence((request.flags, asked), files) {
+                // Its thread answers.
+                Ok(()) => return Ok(Served::Answered),
+                Err(e) => {
+                    self.send(&Err(e), asked)?;
+                    return Ok(Served::Answered);
+                }
+            },
+            _ => self.answer(&request, &files, images),
+        };
         // Who has let go of an image may count on that when it is told so.
         drop(files);
         self.send(&answer, asked)?;
@@ -198,6 +212,8 @@ impl Server {
                 _ => Err(Errno::INVAL),
             },
             What::DeviceEvents => file(device_events()?),
+            // Answered before.
+            What::Fence => Err(Errno::INVAL),
             What::Connect => self.connect(request, files),
             What::Release => match files {
                 [image] => {
@@ -206,6 +222,20 @@ impl Server {
                 }
                 _ => Err(Errno::INVAL),
             },
+        }
+    }
+
+    /// Begins to ask the image's LUN. The file is the worker's, and has to be that image.
+    fn fence(&self, what: (u32, u32), files: Vec<OwnedFd>) -> Result<(), Errno> {
+        let (Some(terms), Some(image)) = (&self.policy.fence, self.policy.written()) else {
+            return Err(Errno::ACCESS);
+        };
+        let [lun] = <[OwnedFd; 1]>::try_from(files).map_err(|_| Errno::INVAL)?;
+        let (stat, image) = (fstat(&lun)?, rustix::fs::stat(image)?);
+        let identity = |stat: &Stat| (stat.st_dev, stat.st_ino, stat.st_rdev);
+        match identity(&stat) == identity(&image) {
+            true => fence::begin(self.socket.as_fd(), lun, terms, what, &self.fences),
+            false => Err(Errno::ACCESS),
         }
     }
 

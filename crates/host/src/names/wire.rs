@@ -54,10 +54,12 @@ pub enum What {
     Release,
     /// To begin a connection to the server that `first` names, at the address with the number `flags`.
     Connect,
+    /// To take, give back or look at the reservation of the LUN that goes along, as `flags` say.
+    Fence,
 }
 
 impl What {
-    const ALL: [What; 12] = [
+    const ALL: [What; 13] = [
         What::Open,
         What::Canonical,
         What::ReadLink,
@@ -70,6 +72,7 @@ impl What {
         What::DeviceEvents,
         What::Release,
         What::Connect,
+        What::Fence,
     ];
 }
 

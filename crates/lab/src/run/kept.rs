@@ -130,6 +130,7 @@ fn spec(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<DiskSpec, Fail
         user: user_of(domid.0, DEVID),
         servers: Vec::new(),
         mirror: None,
+        fence: None,
     };
     let mut worker = vec!["worker".to_owned(), "--run-dir".to_owned(), text(run_dir)?];
     worker.push("--".to_owned());

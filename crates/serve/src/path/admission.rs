@@ -171,7 +171,8 @@ impl RequestPath {
             self.take_tokens(&work, taken_ns);
         }
         let changes = !matches!(work.action, Action::Read | Action::Status);
-        if changes && self.member.device().flush_has_failed() {
+        let device = self.member.device();
+        if changes && device.flush_has_failed() || device.is_taken() {
             self.finish(ticket, Outcome::Failed);
             return Admitted::Taken;
         }

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use ferrite_disk::ServiceEngine;
-use ferrite_disk::{Disk, DiskIdentity, Port, SyncWitness};
+use ferrite_disk::{Disk, DiskIdentity, Port, Raw, SyncWitness};
 use ferrite_host::clock::Clock;
 use ferrite_host::shm::Shm;
+use rustix::io::Errno;
 
 use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Side, Wanted};
@@ -20,6 +21,9 @@ use crate::waker::Waker;
 
 /// Bytes of the file that records a failed flush.
 const LATCH_BYTES: usize = 64;
+
+/// What the file says: a flush has failed (1), or another host has taken the LUN.
+const TAKEN: u32 = 2;
 
 /// Most paths of a device: two frontends with as many queues as a frontend can have.
 const MAX_PATHS: usize = 128;
@@ -49,6 +53,8 @@ pub(super) enum Slot {
 #[derive(Default)]
 struct Latch {
     is_set: AtomicBool,
+    /// Another host has the LUN: nothing succeeds, reads neither.
+    is_taken: AtomicBool,
     /// The file that records the failure for successors.
     file: OnceLock<Shm>,
 }
@@ -60,10 +66,19 @@ impl Latch {
 
     /// Sets the latch. Returns whether it was not set before.
     fn set(&self) -> bool {
-        if let Some(file) = self.file.get() {
+        if let Some(file) = self.file.get().filter(|file| file.load_u32(0) == 0) {
             file.store_u32(0, 1);
         }
         !self.is_set.swap(true, Ordering::SeqCst)
+    }
+
+    /// Sets the latch for reads, too. Returns whether it was not set so before.
+    fn set_taken(&self) -> bool {
+        self.set();
+        if let Some(file) = self.file.get() {
+            file.store_u32(0, TAKEN);
+        }
+        !self.is_taken.swap(true, Ordering::SeqCst)
     }
 
     fn refuse_writes(&self, e: &io::Error) {
@@ -194,6 +209,24 @@ impl Device {
         self.failed.is_set()
     }
 
+    /// Whether another host has taken the disk's LUN: all requests fail until the disk is attached again.
+    pub fn is_taken(&self) -> bool {
+        self.failed.is_taken.load(Ordering::SeqCst)
+    }
+
+    /// Fails all requests from now on, if the error says that another host has taken the disk's LUN.
+    pub(crate) fn check_taken(&self, disk: &Disk, e: &io::Error) {
+        let is_conflict = Errno::from_io_error(e) == Some(Errno::BADE);
+        if is_conflict && self.failed.set_taken() {
+            let holder = disk.media().into_iter().find_map(Raw::holder);
+            let holder = holder.as_deref().unwrap_or("another host");
+            tracing::error!(
+                "{holder} has taken the LUN of this disk (reservation conflict): all its requests fail until it \
+                 is attached again. End the guest here: what it has in memory is no longer what the disk has"
+            );
+        }
+    }
+
     /// Refuses all writes from now on. Returns whether they were not refused before.
     pub fn latch_flush_failure(&self) -> bool {
         self.failed.set()
@@ -210,6 +243,9 @@ impl Device {
         let result = disk.flush(port).await;
         if result.is_ok() && self.flush_has_failed() {
             return Err(io::Error::other("an earlier flush has failed"));
+        }
+        if let Err(e) = &result {
+            self.check_taken(disk, e);
         }
         if let Err(e) = &result
             && !self.is_passing(disk, e)
@@ -377,6 +413,9 @@ impl Device {
         };
         if latch.load_u32(0) != 0 {
             self.failed.is_set.store(true, Ordering::SeqCst);
+        }
+        if latch.load_u32(0) == TAKEN {
+            self.failed.is_taken.store(true, Ordering::SeqCst);
         }
         // Only one thread calls this for a device.
         let _ = self.failed.file.set(latch);

@@ -282,6 +282,7 @@ impl RequestPath {
     /// Fails a request, or lets it wait for space. The disk goes on.
     pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
         self.shared.device.check_failed_sync(&self.medium.disk);
+        self.shared.device.check_taken(&self.medium.disk, e);
         if let Some(lock) = self.flights.get(&ticket).lock.take() {
             self.release_range(lock);
         }

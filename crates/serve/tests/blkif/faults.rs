@@ -211,6 +211,26 @@ fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
 }
 
 /// The kernel reports a lost write to one caller: a later successful sync means nothing.
+/// Another host has taken the LUN: what a guest here has in memory is no longer what the disk has.
+#[test]
+fn after_a_reservation_conflict_all_requests_fail_also_after_a_take_over() {
+    const EBADE: i32 = 52;
+    let (mut rig, faults) = rig();
+    let (mut front, buffer) = connected(&rig);
+    assert_eq!(read(&mut front.queues[0], &buffer, 0, 4096), STATUS_OKAY);
+    faults.once(Kind::Write, Fault::Errno(EBADE));
+    assert_eq!(write(&mut front.queues[0], &buffer, 0, 4096), STATUS_ERROR);
+    for when in ["at once", "after a take-over"] {
+        let queue = &mut front.queues[0];
+        assert_eq!(read(queue, &buffer, 0, 4096), STATUS_ERROR, "a read {when}");
+        assert_eq!(write(queue, &buffer, 0, 4096), STATUS_ERROR, "a write {when}");
+        assert_eq!(flush(queue), STATUS_ERROR, "a flush {when}");
+        assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
+        rig.start();
+    }
+    front.close(PATIENCE).unwrap();
+}
+
 #[test]
 fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
     for segments in [0, 1] {

@@ -110,6 +110,7 @@ impl Programs for Roles {
             user: user_of(disk.id.domid, disk.id.devid),
             servers: Vec::new(),
             mirror: None,
+            fence: None,
         }))
     }
 }
