@@ -52,16 +52,9 @@ impl Suite {
         if self == TRIXIE {
             // dm-vdo, which this release's kernel has: the peer of a store.
             list.extend(["vdo", "dmsetup"].map(String::from));
-            // What has a disk on several hosts: targets of iSCSI (LIO, tgt), their initiator, multipath, volumes, DRBD.
-            let shared = [
-                "targetcli-fb",
-                "tgt",
-                "open-iscsi",
-                "multipath-tools",
-                "sg3-utils",
-                "lvm2",
-                "drbd-utils",
-            ];
+            // What has a disk on several hosts: iSCSI's initiator and a target besides the kernel's, multipath, volumes, DRBD.
+            let shared =
+                ["tgt", "open-iscsi", "multipath-tools", "sg3-utils", "lvm2", "drbd-utils"];
             list.extend(shared.map(String::from));
         }
         list
