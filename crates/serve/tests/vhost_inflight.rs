@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_host::clock::SystemClock;
 use ferrite_serve::nbd::bind;
@@ -197,7 +197,9 @@ fn dies_parked(format: &str, seed: u64) {
         for round in 0..3 {
             story.serve(&format!("{step} {round}"));
             // The guest goes on until its server is dead: what it has sent then stays without an answer.
+            let end = Instant::now() + PATIENCE;
             while !story.server_is_dead() {
+                assert!(Instant::now() < end, "a server does not die before {step} {round}");
                 story.load.turn_for(Duration::from_millis(20));
             }
             story.served = None;
