@@ -56,6 +56,7 @@ fn by_vhost(ferrite: &Path, image: &str) -> Result<Sample> {
         total.saturating_sub(short.get(thread).copied().unwrap_or_default())
     };
     let most = long.iter().map(more).max().context("valgrind wrote no total")?;
+    ensure!(most > 0, "the longer run has no more instructions than the shorter one");
     let requests = f64::from(STEPS.1 - STEPS.0) * f64::from(DEPTH);
     Ok(Sample { instructions: most as f64 / requests, ..Sample::UNKNOWN })
 }

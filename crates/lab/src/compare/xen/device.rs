@@ -105,7 +105,7 @@ pub(in crate::compare) fn run(arguments: &XenArguments) -> Result<Vec<Measuremen
 /// A file system on a RAM disk with all images, every block of which is written.
 fn prepare(xenhost: &mut XenHost) -> Result<()> {
     let mut command = format!(
-        "set -e; ln -s $(command -v ferrite) /usr/local/bin/tap-ctl; modprobe brd rd_nr=1 rd_size={}; modprobe nbd; \
+        "set -e; mkdir -p /run/lock; ln -s $(command -v ferrite) /usr/local/bin/tap-ctl; modprobe brd rd_nr=1 rd_size={}; modprobe nbd; \
          mkfs.ext4 -q -m 0 -O ^has_journal /dev/ram0; mkdir {FOLDER}; mount /dev/ram0 {FOLDER}; \
          head -c {DISK_MIB}M /dev/zero | tr '\\0' f >{FOLDER}/disk.raw; ",
         RAM_MIB << 10
