@@ -15,6 +15,8 @@
 //! | blkfront | [`front::Frontend`] | [`front`] |
 //! | netfront | [`netfront::NetFront`] | [`netfront`] |
 //!
+//! Beside these, [`vhost`] has a guest of another kind: a front end of vhost-user with a virtio driver.
+//!
 //! Everything that a frontend can access (its memory, its grants, its part of the store) is as hostile as on Xen, and
 //! is treated so. Some resources that it could *not* access on Xen it can here: it has the eventfds, and names the
 //! process for `process_vm_*` calls. Loopback is for tests and measurements; it is no isolation.
@@ -31,6 +33,7 @@ pub mod netfront;
 pub mod pages;
 pub mod pipeline;
 pub mod server;
+pub mod vhost;
 
 use std::io;
 

@@ -20,6 +20,7 @@ pub(super) const CASES: &[Case] = &[
     ),
     ferrite("device/a-disk-that-grows-under-a-mounted-device-shows-its-size-in-the-next", grown),
     ferrite("device/the-recipes-as-printed", as_printed),
+    ferrite("device/the-kinds-that-this-kernel-has-as-the-doctor-says", kinds),
 ];
 
 const IMAGE: &str = "/lab/device.qcow2";
@@ -56,7 +57,16 @@ fn unmount_and_check(bench: &mut Bench<'_>, device: &str, check: &str) -> Result
     .map(drop)
 }
 
+/// Whether the kernel has the ublk driver. That of Debian 12 has not: see [`kinds`].
+fn has_ublk(bench: &mut Bench<'_>) -> Result<bool> {
+    let has = bench.xenhost.sh("modprobe -n -q ublk_drv && echo yes; true")?;
+    Ok(has.contains("yes"))
+}
+
 fn deaths(bench: &mut Bench<'_>, by: &str, connections: [u32; 2]) -> Result<()> {
+    if by == "ublk" && !has_ublk(bench)? {
+        return Ok(());
+    }
     bench.start_daemon()?;
     let systems = [("mkfs.ext4 -q", "e2fsck -fn"), ("mkfs.xfs -q", "xfs_repair -n")];
     for (connections, (make_fs, check)) in connections.into_iter().zip(systems) {
@@ -140,16 +150,36 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     expect_eq("the removed devices", &removed.trim(), &format!("{device} is removed").as_str())?;
     bench.xenhost.sh(&format!(
         "set -e; [ $(cat /sys/block/{}/size) = 0 ]; [ $(cat /sys/block/nbd9/size) = 16384 ]; nbd-client -d /dev/nbd9 2>&1; \
-         pkill qemu-nbd; rm /lab/other.raw; ferrite image check {IMAGE}; rm {IMAGE}; rmdir /mnt/dev; \
-         rmdir /run/blktap-control/tapdisk",
+         pkill qemu-nbd; rm /lab/other.raw; ferrite image check {IMAGE}",
         device.trim_start_matches("/dev/")
     ))?;
-    Ok(())
+    let device = make(bench, "nbd", 1)?;
+    cleaned_without_record(bench, &device)
+}
+
+/// A device without a record: its daemon has died in between, and somebody has removed the file. The next daemon knows it
+/// by what the kernel keeps for it.
+fn cleaned_without_record(bench: &mut Bench<'_>, device: &str) -> Result<()> {
+    kill_daemon(bench)?;
+    bench.xenhost.sh("rm -r /run/ferrite/devices")?;
+    bench.start_daemon()?;
+    let removed = bench.xenhost.sh("ferrite disk devices --clean")?;
+    expect_eq("the removed devices", &removed.trim(), &format!("{device} is removed").as_str())?;
+    let is_gone = format!(
+        "set -e; [ ! -e {device} ] || [ $(cat /sys/block/{}/size) = 0 ]; \
+         tap-ctl destroy $(tap-ctl list | sed 's/pid=\\([0-9]*\\) minor=\\([0-9]*\\) .*/-p \\1 -m \\2/'); \
+         ferrite image check {IMAGE}; rm {IMAGE}; rmdir /mnt/dev /run/blktap-control/tapdisk",
+        device.trim_start_matches("/dev/")
+    );
+    bench.xenhost.sh(&is_gone).map(drop)
 }
 
 /// The same of a device of the ublk driver, which a killed keeper takes its worker from. A device that a daemon has made
 /// before it died is known by its mark.
 fn cleaned_ublk(bench: &mut Bench<'_>) -> Result<()> {
+    if !has_ublk(bench)? {
+        return Ok(());
+    }
     bench.start_daemon()?;
     let device = make(bench, "ublk", 1)?;
     bench.xenhost.sh(&format!(
@@ -174,20 +204,7 @@ fn cleaned_ublk(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
     bench.xenhost.wait_until("a device that goes on", "[ -e /tmp/sync.rc ]", 120)?;
     bench.xenhost.sh("set -e; [ $(cat /tmp/sync.rc) = 0 ]; rm /tmp/sync.rc; umount /mnt/dev")?;
-    // A device without a record: its daemon has died in between, and somebody has removed the file.
-    kill_daemon(bench)?;
-    bench.xenhost.sh("rm -r /run/ferrite/devices")?;
-    bench.start_daemon()?;
-    let removed = bench.xenhost.sh("ferrite disk devices --clean")?;
-    expect_eq("the removed devices", &removed.trim(), &format!("{device} is removed").as_str())?;
-    bench
-        .xenhost
-        .sh(&format!(
-            "set -e; [ ! -e {device} ]; \
-             tap-ctl destroy $(tap-ctl list | sed 's/pid=\\([0-9]*\\) minor=\\([0-9]*\\) .*/-p \\1 -m \\2/'); \
-             ferrite image check {IMAGE}; rm {IMAGE}; rmdir /mnt/dev /run/blktap-control/tapdisk"
-        ))
-        .map(drop)
+    cleaned_without_record(bench, &device)
 }
 
 /// A device keeps the size that it was made with. What is mounted goes on, also after the worker's death that ends the
@@ -257,4 +274,38 @@ fn as_printed(bench: &mut Bench<'_>) -> Result<()> {
     }
     let check = "ferrite image check /srv/web1.vhd && rm /srv/web1.vhd && rmdir /run/blktap-control/tapdisk";
     bench.xenhost.sh(check).map(drop)
+}
+
+/// Every kernel makes a device by its NBD client. One without the ublk driver is named as the reason, also by the doctor,
+/// with what does the same.
+fn kinds(bench: &mut Bench<'_>) -> Result<()> {
+    bench.start_daemon()?;
+    let device = make(bench, "nbd", 1)?;
+    if !device.starts_with("/dev/nbd") {
+        bail!("a device by nbd: {device}");
+    }
+    let remove = format!(
+        "dd if={device} bs=4k count=1 2>/dev/null | wc -c; ferrite disk device --remove {device}"
+    );
+    let read = bench.xenhost.sh(&remove)?;
+    if !read.starts_with("4096") {
+        bail!("a read of {device}: {read}");
+    }
+    let has = has_ublk(bench)?;
+    let doctor = bench.xenhost.sh("ferrite doctor; true")?;
+    let line = doctor.lines().find(|line| line.contains("devices, ublk")).unwrap_or_default();
+    expect_eq("the doctor's view", &line.contains("this kernel has no ublk_drv"), &!has)?;
+    if !has {
+        for load in ["", "--load"] {
+            let ask = format!("ferrite disk device {IMAGE} --by ublk {load} 2>&1 && exit 1; true");
+            let refused = bench.xenhost.sh(&ask)?;
+            if !refused.contains("ublk") || !refused.contains("--by nbd") {
+                bail!("a device by ublk without its driver: {refused}");
+            }
+        }
+    }
+    let clean = format!(
+        "[ -z \"$(tap-ctl list)\" ] && rm {IMAGE} && rmdir /mnt/dev /run/blktap-control/tapdisk"
+    );
+    bench.xenhost.sh(&clean).map(drop)
 }

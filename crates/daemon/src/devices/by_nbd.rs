@@ -13,12 +13,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_host::nbd_device::{self, Connection, Devices as Driver};
+use ferrite_host::nbd_device::{Connection, Devices as Driver};
 use ferrite_nbd::wire::can;
 
-use super::kernel::{Again, Kind, Name, no_driver};
+use super::kernel::{Again, Kind, Name, no_driver, recorded};
 use super::streams::Streams;
-use super::{MAX_CONNECTIONS, NotDone, Record, Wish, not_written, record};
+use super::{MAX_CONNECTIONS, NotDone, Record, Wish, record};
 use crate::state::DiskId;
 use crate::{Failure, Shared};
 
@@ -45,27 +45,16 @@ pub(super) fn make(
         let help = "ferrite disk show says what it waits for".to_owned();
         NotDone::Failed(Failure { why, help })
     })?;
-    let mut record = Record::new(disk, Kind::Nbd, shared.clock.now_ns(), owns_disk);
     let streams = Streams::connect(&socket, wish.connections.clamp(1, MAX_CONNECTIONS))
         .map_err(NotDone::Failed)?;
+    let mut record = Record::new(disk, Kind::Nbd, shared.clock.now_ns(), owns_disk);
     record.shared = wish.shared;
     record.read_only = wish.read_only || streams.export.can(can::READ_ONLY);
     record.connections = streams.streams.len() as u32;
     record.bytes = streams.export.bytes;
-    let folder = shared.paths.devices();
-    record.write(&folder).map_err(|e| NotDone::Failed(not_written(&folder, &e)))?;
-    (shared.on_step)(crate::Step::DeviceRecorded);
-    let made = with_connection(&record, &streams, |wanted| kernel.connect(wanted));
-    let index = made.map_err(|e| {
-        record.remove(&folder);
-        NotDone::Failed(not_made(&e))
+    recorded(shared, &mut record, not_made, |record| {
+        with_connection(record, &streams, |wanted| kernel.connect(wanted))
     })?;
-    (shared.on_step)(crate::Step::DeviceMade);
-    record.index = Some(index);
-    if let Err(e) = record.write(&folder) {
-        // By its identifier the next daemon finds it all the same.
-        tracing::warn!("the record of {} is not complete: {e}", nbd_device::path(index).display());
-    }
     Ok((record, streams.streams))
 }
 

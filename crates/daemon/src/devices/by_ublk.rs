@@ -23,8 +23,8 @@ use ferrite_serve::others::{Newcomer, Told};
 use ferrite_serve::ublk::MAX_BYTES;
 use rustix::io::Errno;
 
-use super::kernel::{Again, Kind, Name, no_driver};
-use super::{MAX_CONNECTIONS, NotDone, Record, Wish, not_written};
+use super::kernel::{Again, Kind, Name, no_driver, recorded};
+use super::{MAX_CONNECTIONS, NotDone, Record, Wish};
 use crate::newcomers::hand_over;
 use crate::state::DiskId;
 use crate::{Failure, Shared};
@@ -91,9 +91,6 @@ pub(super) fn make(
     record.read_only = parameters.read_only;
     record.connections = wish.connections.clamp(1, MAX_CONNECTIONS);
     record.bytes = parameters.sectors * 512;
-    let folder = shared.paths.devices();
-    record.write(&folder).map_err(|e| NotDone::Failed(not_written(&folder, &e)))?;
-    (shared.on_step)(crate::Step::DeviceRecorded);
     let wanted = Info {
         queues: record.connections as u16,
         depth: DEPTH,
@@ -104,40 +101,33 @@ pub(super) fn make(
         flags: USER_COPY,
         own: record.mark.unwrap_or_default(),
     };
-    let added = command(move |control| {
-        let made = control.add(&wanted)?;
-        let lacks = USER_COPY & !made.flags;
-        let set = match lacks {
-            0 => control.set_parameters(made.number, &parameters),
-            _ => Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                format!("its driver lacks features ({lacks:#x}): Linux 6.5 has them"),
-            )),
-        };
-        if let Err(e) = set {
-            control.delete(made.number)?;
-            return Err(e);
-        }
-        Ok(made)
-    });
-    let made = added.map_err(|e| {
-        record.remove(&folder);
-        NotDone::Failed(not_made(&e))
+    let index = recorded(shared, &mut record, not_made, |record| {
+        let made = command(move |control| {
+            let made = control.add(&wanted)?;
+            let lacks = USER_COPY & !made.flags;
+            let set = match lacks {
+                0 => control.set_parameters(made.number, &parameters),
+                _ => Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    format!("its driver lacks features ({lacks:#x}): Linux 6.5 has them"),
+                )),
+            };
+            if let Err(e) = set {
+                control.delete(made.number)?;
+                return Err(e);
+            }
+            Ok(made)
+        })?;
+        record.connections = made.queues.into();
+        Ok(made.number)
     })?;
-    (shared.on_step)(crate::Step::DeviceMade);
-    record.index = Some(made.number);
-    record.connections = made.queues.into();
-    if let Err(e) = record.write(&folder) {
-        // By its mark the next daemon finds it all the same.
-        tracing::warn!("the record of /dev/ublkb{} is not complete: {e}", made.number);
-    }
-    match give(shared, &record, made.number, false) {
+    match give(shared, &record, index, false) {
         Ok(status) => Ok((record, vec![status])),
         Err(e) => {
-            if let Err(e) = remove(&record, made.number) {
-                tracing::error!("/dev/ublkb{}, which is not started, stays: {e}", made.number);
+            if let Err(e) = remove(&record, index) {
+                tracing::error!("/dev/ublkb{index}, which is not started, stays: {e}");
             }
-            record.remove(&folder);
+            record.remove(&shared.paths.devices());
             Err(NotDone::Failed(not_made(&e)))
         }
     }

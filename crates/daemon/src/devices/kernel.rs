@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ferrite_host::nbd_device::{self, Devices as Nbd};
 use serde::{Deserialize, Serialize};
 
-use super::{NotDone, Record, Wish, by_nbd, by_ublk};
+use super::{NotDone, Record, Wish, by_nbd, by_ublk, not_written};
 use crate::state::DiskId;
 use crate::{Failure, Shared};
 
@@ -80,6 +80,31 @@ pub(super) fn make(
         Kind::Nbd => by_nbd::make(shared, disk, wish, owns_disk),
         Kind::Ublk => by_ublk::make(shared, disk, wish, owns_disk),
     }
+}
+
+/// The steps that either kind is made by: the record, the device, whose number `make` returns, and the record with that
+/// number. If it is not made, there is no record.
+pub(super) fn recorded(
+    shared: &Shared,
+    record: &mut Record,
+    not_made: impl FnOnce(&io::Error) -> Failure,
+    make: impl FnOnce(&mut Record) -> io::Result<u32>,
+) -> Result<u32, NotDone> {
+    let folder = shared.paths.devices();
+    record.write(&folder).map_err(|e| NotDone::Failed(not_written(&folder, &e)))?;
+    (shared.on_step)(crate::Step::DeviceRecorded);
+    let index = make(record).map_err(|e| {
+        record.remove(&folder);
+        NotDone::Failed(not_made(&e))
+    })?;
+    (shared.on_step)(crate::Step::DeviceMade);
+    record.index = Some(index);
+    if let Err(e) = record.write(&folder) {
+        // By its identifier or its mark the next daemon finds it all the same.
+        let name = Name { kind: record.kind, index };
+        tracing::warn!("the record of {} is not complete: {e}", name.path().display());
+    }
+    Ok(index)
 }
 
 /// Has the kernel remove a device, if it is there and is this one. It ends also if somebody uses it.

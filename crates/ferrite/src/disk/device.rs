@@ -138,7 +138,7 @@ pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
         None => asked.image = Some(pause::named("cannot make a device of", name)?),
     }
     if args.load {
-        load(args.by.module())?;
+        load(args.by)?;
     }
     let done: DeviceRow = call(run, "device.add", &asked, CHANGE).map_err(|e| failed(&what, &e))?;
     tell(args.json, &done, || println!("{}", done.device))
@@ -152,10 +152,15 @@ fn as_disk(name: &OsStr) -> Option<GuestDisk> {
     name.to_str().filter(|_| !is_image)?.parse().ok()
 }
 
-fn load(module: &str) -> Result<(), Failure> {
+fn load(driver: Driver) -> Result<(), Failure> {
+    let module = driver.module();
     let failed = |why: String| {
-        let help =
-            "install the kernel's modules, or use a kernel that has this one (ferrite doctor)";
+        let help = match driver {
+            Driver::Nbd => {
+                "install the kernel's modules, or use a kernel that has this one (ferrite doctor)"
+            }
+            Driver::Ublk => "--by nbd does the same; ferrite doctor says what this kernel has",
+        };
         Failure::new(format!("cannot load the module {module}"), why, help)
     };
     let done = Command::new("modprobe").arg(module).output();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const PART: &str = "instructions";
-const IMAGE_MIB: usize = 256;
+pub(super) const IMAGE_MIB: usize = 256;
 /// The recorded figures, which this commit must meet.
 const RECORDED: &str = "crates/lab/src/compare/instructions.json";
 /// Steps of the short run and of the longer one, of 32 requests each.
@@ -51,7 +51,7 @@ pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<
     for (name, image) in images.all() {
         let counted = |program: PathBuf| {
             let image = image.clone();
-            move || instructions(&program, &image, &[])
+            move || by_ring(&program, &image, &[])
         };
         let title = format!("{name}, 4 KiB randread, depth 32: instructions a request");
         let mut plan = Plan::new(&title).add("now", counted(bench.clone()));
@@ -77,8 +77,8 @@ pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<
 fn limited(rounds: u32, bench: &Path, image: &str) -> Result<Measurement> {
     let title = "raw, 4 KiB randread, depth 32, with a limit: instructions a request";
     let rounds = Plan::new(title)
-        .add("without", || instructions(bench, image, &[]))
-        .add("with", || instructions(bench, image, &["--limit", UNREACHED]))
+        .add("without", || by_ring(bench, image, &[]))
+        .add("with", || by_ring(bench, image, &["--limit", UNREACHED]))
         .run(rounds)?;
     let of = |name: &str| rounds.each(|round| round.of(name).instructions);
     let row = Measurement::of_runs(PART, title.to_owned(), "", &of("with"));
@@ -123,10 +123,10 @@ fn deviation(row: &Measurement) -> Option<String> {
 }
 
 /// The same contents in each format, every block written, on tmpfs.
-struct Images(PathBuf);
+pub(super) struct Images(PathBuf);
 
 impl Images {
-    fn make(ferrite: &Path) -> Result<Images> {
+    pub(super) fn make(ferrite: &Path) -> Result<Images> {
         let folder =
             Path::new("/dev/shm").join(format!("ferrite-bench-count-{}", std::process::id()));
         fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -148,7 +148,7 @@ impl Images {
         self.0.join(format!("full.{format}")).display().to_string()
     }
 
-    fn all(&self) -> [(&'static str, String); 4] {
+    pub(super) fn all(&self) -> [(&'static str, String); 4] {
         [
             ("null", "null:".to_owned()),
             ("raw", self.file("raw")),
@@ -165,7 +165,7 @@ impl Drop for Images {
 }
 
 /// A short and a longer run differ only in the number of requests: beginning and end are in both.
-fn instructions(program: &Path, image: &str, options: &[&str]) -> Result<Sample> {
+pub(super) fn by_ring(program: &Path, image: &str, options: &[&str]) -> Result<Sample> {
     let [(short, few), (long, many)] =
         [count(program, image, options, STEPS.0)?, count(program, image, options, STEPS.1)?];
     ensure!(many > few, "{many} requests in the longer run, and {few} in the shorter one");
@@ -192,7 +192,7 @@ fn count(program: &Path, image: &str, options: &[&str], steps: u32) -> Result<(f
 }
 
 /// The number between two texts.
-fn number(text: &str, (before, after): (&str, &str)) -> Option<f64> {
+pub(super) fn number(text: &str, (before, after): (&str, &str)) -> Option<f64> {
     let rest = text.split_once(before)?.1;
     rest.split_once(after)?.0.trim().parse().ok()
 }

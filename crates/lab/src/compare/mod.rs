@@ -26,6 +26,7 @@ pub(crate) mod result;
 pub(crate) mod rounds;
 mod store;
 pub(crate) mod table;
+mod vhost;
 mod xen;
 
 use anyhow::{Context as _, Result};
@@ -88,6 +89,8 @@ enum Part {
     Store,
     /// Disks by NBD, compared with qemu-nbd.
     Nbd,
+    /// Disks by vhost-user in a guest of QEMU, compared with qemu-storage-daemon's, and with Xen rings by their instructions.
+    Vhost,
     /// A merge below the leaf of a disk in use, compared with QEMU's block-commit. It takes root.
     Merges,
     /// Disks with a dirty map, and with a mirror, compared with the same without.
@@ -106,6 +109,8 @@ enum Part {
     Xen,
     /// The same host: a volume of a store, compared with dm-vdo and blkback.
     Vdo,
+    /// The same host: block devices of the dom0, compared with losetup and qemu-nbd.
+    Device,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,
     /// Many guests: persistent grants four ways.
@@ -124,6 +129,7 @@ impl Part {
         Part::Commands,
         Part::Store,
         Part::Nbd,
+        Part::Vhost,
         Part::Merges,
         Part::Mirror,
         Part::Backup,
@@ -133,6 +139,7 @@ impl Part {
         Part::Instructions,
         Part::Xen,
         Part::Vdo,
+        Part::Device,
         Part::Network,
         Part::Persistent,
         Part::Aggregate,
@@ -148,6 +155,7 @@ impl Part {
             Part::Commands => "commands",
             Part::Store => "store",
             Part::Nbd => "nbd",
+            Part::Vhost => "vhost",
             Part::Merges => "merges",
             Part::Mirror => "mirror",
             Part::Backup => "backup",
@@ -157,6 +165,7 @@ impl Part {
             Part::Instructions => "instructions",
             Part::Xen => "xen",
             Part::Vdo => "vdo",
+            Part::Device => "device",
             Part::Network => "network",
             Part::Persistent => "persistent",
             Part::Aggregate => "aggregate",
@@ -172,6 +181,7 @@ impl Part {
             Part::Commands => commands::run(&Setup::new(arguments)?),
             Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
+            Part::Vhost => vhost::run(&Setup::new(arguments)?),
             Part::Merges => merges::run(&Setup::new(arguments)?),
             Part::Mirror => mirror::run(&Setup::new(arguments)?),
             Part::Backup => backup::run(&Setup::new(arguments)?, arguments.backup_gib),
@@ -181,6 +191,7 @@ impl Part {
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
             Part::Xen => xen::run(&arguments.xen),
             Part::Vdo => xen::vdo::run(&arguments.xen),
+            Part::Device => xen::device::run(&arguments.xen),
             Part::Network => joined("network", network::run()?),
             Part::Persistent => joined("xen-persistent", crowd::persistent(arguments.most_guests)?),
             Part::Aggregate => joined("xen-aggregate", crowd::aggregate(arguments.most_guests)?),

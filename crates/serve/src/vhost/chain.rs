@@ -6,8 +6,12 @@ use super::ring::{Broken, DESC_BYTES, Desc, MAX_ENTRIES, Ring, Violation};
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
+/// Bytes of a table that is copied to the stack. Requests with more data have larger ones.
+const FEW_BYTES: usize = 16 * DESC_BYTES;
+/// Places of a list that is kept for the next request.
+const KEPT: usize = 64;
 
-/// The memory of a request: what the guest has written for us, and what we may write.
+/// The memory of a request: what the guest has written for us, and what we may write. It is used again and again.
 #[derive(Debug, Default)]
 pub(super) struct Chain {
     pub(super) readable: Vec<Place>,
@@ -19,9 +23,9 @@ pub(super) struct Chain {
 }
 
 impl Chain {
-    /// The request that begins at this descriptor. Tables of descriptors are followed if they were agreed on.
-    pub(super) fn read(ring: &Ring, head: u16, indirect: bool) -> Result<Chain, Broken> {
-        let mut chain = Chain::default();
+    /// Reads the request that begins at this descriptor. Tables of descriptors are followed if they were agreed on.
+    pub(super) fn read(&mut self, ring: &Ring, head: u16, indirect: bool) -> Result<(), Broken> {
+        self.clear();
         let mut index = head;
         for _ in 0..ring.entries {
             let desc = ring.desc(index)?;
@@ -29,12 +33,11 @@ impl Chain {
                 if !indirect || desc.flags & NEXT != 0 {
                     return Err(Violation::Indirect.into());
                 }
-                chain.add_table(ring, &desc)?;
-                return Ok(chain);
+                return self.add_table(ring, &desc);
             }
-            chain.add(ring, &desc)?;
+            self.add(ring, &desc)?;
             if desc.flags & NEXT == 0 {
-                return Ok(chain);
+                return Ok(());
             }
             if desc.next >= ring.entries {
                 return Err(Violation::Next(desc.next).into());
@@ -44,6 +47,15 @@ impl Chain {
         Err(Violation::Loop.into())
     }
 
+    /// Forgets a request. Of long lists the memory is given back.
+    fn clear(&mut self) {
+        for places in [&mut self.readable, &mut self.writable] {
+            places.clear();
+            places.shrink_to(KEPT);
+        }
+        (self.readable_bytes, self.writable_bytes, self.count) = (0, 0, 0);
+    }
+
     /// Adds the descriptors of a table, which is copied as a whole before any is looked at.
     fn add_table(&mut self, ring: &Ring, table: &Desc) -> Result<(), Broken> {
         let len = table.len as usize;
@@ -51,12 +63,24 @@ impl Chain {
         if !len.is_multiple_of(DESC_BYTES) || count == 0 || count > usize::from(MAX_ENTRIES) {
             return Err(Violation::TableBytes(table.len).into());
         }
-        let mut places = Vec::new();
-        if !ring.table.places(table.address, len as u64, &mut places) {
-            return Err(Violation::Outside(table.address, table.len).into());
+        let (mut few, mut many) = ([0; FEW_BYTES], Vec::new());
+        let bytes = match few.get_mut(..len) {
+            Some(few) => few,
+            None => {
+                many.resize(len, 0);
+                &mut many[..]
+            }
+        };
+        match ring.table.place(table.address, len as u64) {
+            Some(place) => ring.table.gather(&[place], 0, bytes)?,
+            None => {
+                let mut places = Vec::new();
+                if !ring.table.places(table.address, len as u64, &mut places) {
+                    return Err(Violation::Outside(table.address, table.len).into());
+                }
+                ring.table.gather(&places, 0, bytes)?;
+            }
         }
-        let mut bytes = vec![0; len];
-        ring.table.gather(&places, 0, &mut bytes)?;
         let mut index = 0;
         for _ in 0..count {
             let desc = Desc::decode(&bytes[DESC_BYTES * index..][..DESC_BYTES]);

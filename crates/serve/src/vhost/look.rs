@@ -39,26 +39,32 @@ pub(super) fn requests_in(
     let id = [0; ID_BYTES];
     let rules = Rules { sectors, read_only, discards: true, writes_through: false, id: &id };
     let mut found = Vec::new();
-    while let Ok(Some(parsed)) = next(&mut ring, &rules) {
-        if let Parsed::Work(request) = parsed {
-            look(request, &mut found);
+    let (mut chain, mut request) = (Chain::default(), Request::default());
+    while let Ok(Some(parsed)) = next(&mut ring, &rules, &mut chain, &mut request) {
+        if let Parsed::Work = parsed {
+            look(&mut request, &mut found);
         }
     }
     Ok(found)
 }
 
-fn next(ring: &mut Ring, rules: &Rules<'_>) -> Result<Option<Parsed>, Broken> {
+fn next(
+    ring: &mut Ring,
+    rules: &Rules<'_>,
+    chain: &mut Chain,
+    request: &mut Request,
+) -> Result<Option<Parsed>, Broken> {
     if ring.waiting()? == 0 {
         return Ok(None);
     }
     let head = ring.peek()?;
-    let chain = Chain::read(ring, head, true)?;
-    let parsed = parse(&ring.table, chain, rules)?;
+    chain.read(ring, head, true)?;
+    let parsed = parse(&ring.table, chain, rules, request)?;
     ring.advance();
     Ok(Some(parsed))
 }
 
-fn look(mut request: Request, found: &mut Vec<(Work, Option<u64>)>) {
+fn look(request: &mut Request, found: &mut Vec<(Work, Option<u64>)>) {
     // A request for many zeros has many parts, of which the last is as good as any.
     for _ in 0..64 {
         if request.left.is_empty() || (request.doing == Doing::Flush && request.under_way > 0) {

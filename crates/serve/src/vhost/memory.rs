@@ -28,7 +28,7 @@ pub(super) struct Table {
 }
 
 /// A range within one region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Place {
     region: u8,
     at: usize,
@@ -85,6 +85,14 @@ impl Table {
             }
         }
         true
+    }
+
+    /// The place of a range of the guest's addresses that is in one region.
+    pub(super) fn place(&self, address: u64, len: u64) -> Option<Place> {
+        let (index, region) = self.of_guest(address)?;
+        let at = address - region.guest;
+        let is_in_one = len <= region.len - at;
+        is_in_one.then_some(Place { region: index as u8, at: at as usize, len: len as usize })
     }
 
     fn of_guest(&self, address: u64) -> Option<(usize, &Region)> {

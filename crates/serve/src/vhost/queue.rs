@@ -40,6 +40,8 @@ const ENTRIES: u32 = 256;
 const PART_BYTES: usize = 1 << 20;
 /// Most requests that are taken in one turn.
 const SWEEP: u16 = 32;
+/// Requests that have ended and whose memory is kept.
+const KEPT: usize = 64;
 /// No descriptor: the part is the flush at the queue's end.
 const NO_HEAD: u16 = u16::MAX;
 
@@ -113,6 +115,11 @@ pub(super) struct Queue {
     requests: Vec<Option<Box<Request>>>,
     /// Number of them.
     in_use: usize,
+    /// Memory for the next request, and of some that have ended: a request allocates nothing, as a rule.
+    chain: Chain,
+    next: Box<Request>,
+    #[expect(clippy::vec_box, reason = "a box moves to the requests as it is")]
+    ended: Vec<Box<Request>>,
     /// Requests that were not handed over completely, the next one first.
     todo: VecDeque<u16>,
     /// No request can be taken or handed over now. What the reason is wakes this thread when it ends.
@@ -158,6 +165,9 @@ impl Queue {
             number: parts.number,
             part_sectors: part_bytes / SECTOR_BYTES,
             in_use: 0,
+            chain: Chain::default(),
+            next: Box::default(),
+            ended: Vec::new(),
             todo: VecDeque::new(),
             blocked: false,
             parts: vec![Part { head: NO_HEAD, at: 0, bytes: 0 }; ENTRIES as usize],
@@ -243,7 +253,7 @@ impl Queue {
         if self.requests[usize::from(head)].is_some() {
             return Err(Violation::Twice.into());
         }
-        let chain = Chain::read(&self.ring, head, self.rights.indirect)?;
+        self.chain.read(&self.ring, head, self.rights.indirect)?;
         let rules = Rules {
             sectors: self.path.disk().sectors(),
             read_only: self.rights.read_only,
@@ -251,7 +261,7 @@ impl Queue {
             writes_through: self.rights.writes_through,
             id: &self.rights.id,
         };
-        let parsed = parse(&self.ring.table, chain, &rules)?;
+        let parsed = parse(&self.ring.table, &mut self.chain, &rules, &mut self.next)?;
         if is_new {
             // First the note, then the ring: a successor counts both.
             if let Some(inflight) = &mut self.inflight {
@@ -260,8 +270,9 @@ impl Queue {
             self.ring.advance();
         }
         match parsed {
-            Parsed::Work(request) => {
-                self.requests[usize::from(head)] = Some(Box::new(request));
+            Parsed::Work => {
+                let next = self.ended.pop().unwrap_or_default();
+                self.requests[usize::from(head)] = Some(std::mem::replace(&mut self.next, next));
                 self.in_use += 1;
                 self.todo.push_back(head);
                 self.end_request(head)?;
@@ -421,7 +432,12 @@ impl Queue {
         }
         let (status_at, status) = (request.status_at, request.status);
         let written = if status == OKAY { request.written } else { 1 };
-        self.requests[usize::from(head)] = None;
+        if let Some(mut request) = self.requests[usize::from(head)].take()
+            && self.ended.len() < KEPT
+        {
+            request.rest();
+            self.ended.push(request);
+        }
         self.in_use -= 1;
         self.path.counters().requests.add(1);
         self.put_answer(head, status_at, status, written)

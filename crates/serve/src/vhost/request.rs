@@ -34,8 +34,9 @@ pub(super) const ID_BYTES: usize = 20;
 const ZERO_SECTORS: u64 = 128 << 10;
 
 /// What a request does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Doing {
+    #[default]
     Read,
     Write,
     Flush,
@@ -78,7 +79,7 @@ pub(super) struct Range {
 }
 
 /// A checked request, and how far it is.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Request {
     pub(super) doing: Doing,
     /// Ranges that were not handed to the path. The first may be the rest of one. A flush has an empty one.
@@ -114,13 +115,18 @@ pub(super) struct Rules<'a> {
 /// A request that was looked at.
 pub(super) enum Parsed {
     /// It is to be carried out.
-    Work(Request),
+    Work,
     /// It has its answer: the place of its status, the status, and the bytes that were written.
     Answer(Place, u8, u32),
 }
 
-/// Checks a request. Its header is copied once.
-pub(super) fn parse(table: &Table, mut chain: Chain, rules: &Rules<'_>) -> Result<Parsed, Broken> {
+/// Checks a request, and has it in `request` if it is to be carried out. Its header is copied once.
+pub(super) fn parse(
+    table: &Table,
+    chain: &mut Chain,
+    rules: &Rules<'_>,
+    request: &mut Request,
+) -> Result<Parsed, Broken> {
     if chain.readable_bytes < HEADER_BYTES {
         return Err(Violation::NoHeader.into());
     }
@@ -149,10 +155,14 @@ pub(super) fn parse(table: &Table, mut chain: Chain, rules: &Rules<'_>) -> Resul
         }
         _ => return answer(UNSUPPORTED, 1),
     };
-    let mut request = Request {
+    let (mut left, mut data) =
+        (std::mem::take(&mut request.left), std::mem::take(&mut request.data));
+    left.clear();
+    data.clear();
+    *request = Request {
         doing,
-        left: Vec::new(),
-        data: Vec::new(),
+        left,
+        data,
         at: 0,
         status_at,
         written: 1,
@@ -164,7 +174,7 @@ pub(super) fn parse(table: &Table, mut chain: Chain, rules: &Rules<'_>) -> Resul
     match doing {
         Doing::Flush => request.left.push(Range { sector: 0, sectors: 0 }),
         Doing::Discard | Doing::Zero | Doing::WriteZeros => {
-            match ranges(table, &chain, bytes, doing)? {
+            match ranges(table, chain, bytes, doing)? {
                 Ok((doing, ranges)) => (request.doing, request.left) = (doing, ranges),
                 Err(status) => return answer(status, 1),
             }
@@ -175,10 +185,14 @@ pub(super) fn parse(table: &Table, mut chain: Chain, rules: &Rules<'_>) -> Resul
             }
             request.left.push(Range { sector, sectors: bytes / SECTOR_BYTES });
             // The header's bytes are skipped, and the status is behind the data of a read.
-            (request.data, request.at) = match doing {
-                Doing::Read => (chain.writable, 0),
-                _ => (chain.readable, HEADER_BYTES),
+            let places = match doing {
+                Doing::Read => &mut chain.writable,
+                _ => {
+                    request.at = HEADER_BYTES;
+                    &mut chain.readable
+                }
             };
+            std::mem::swap(&mut request.data, places);
         }
     }
     let is_outside = |range: &Range| {
@@ -193,7 +207,7 @@ pub(super) fn parse(table: &Table, mut chain: Chain, rules: &Rules<'_>) -> Resul
     if doing != Doing::Flush {
         request.left.retain(|range| range.sectors > 0);
     }
-    Ok(Parsed::Work(request))
+    Ok(Parsed::Work)
 }
 
 /// The ranges of a discard or of zeros; or the status of a request that makes no sense.
@@ -225,7 +239,18 @@ fn ranges(
     Ok(Ok((doing, raw().map(range).collect())))
 }
 
+/// Elements of a list that is kept for the next request.
+const KEPT: usize = 64;
+
 impl Request {
+    /// Gives the memory of long lists back, before it is used for another request.
+    pub(super) fn rest(&mut self) {
+        self.left.clear();
+        self.left.shrink_to(KEPT);
+        self.data.clear();
+        self.data.shrink_to(KEPT);
+    }
+
     /// Whether no part is under way and none is left.
     pub(super) fn has_ended(&self) -> bool {
         self.under_way == 0 && self.left.is_empty()

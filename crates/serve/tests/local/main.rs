@@ -3,3 +3,4 @@
 mod ublk;
 mod vhost;
 mod vhost_hostile;
+mod vhost_parked;

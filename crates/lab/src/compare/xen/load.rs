@@ -160,21 +160,25 @@ pub(super) fn fio(
     seconds: f64,
 ) -> Result<Vec<f64>> {
     let limit_s = LIMIT_S + (seconds * tests.len() as f64).ceil() as u64;
-    let output = guest.sh(xenhost, &command(disk, tests, seconds), limit_s);
+    let output = guest.sh(xenhost, &command(&disk.node(), tests, seconds), limit_s);
     let output = output.with_context(|| disk.describe(xenhost))?;
+    figures(&output, tests)
+}
+
+/// The figure of each test in fio's output.
+pub(super) fn figures(output: &str, tests: &[&Test]) -> Result<Vec<f64>> {
     tests
         .iter()
-        .map(|test| figure(&output, test).with_context(|| format!("odd output of fio: {output}")))
+        .map(|test| figure(output, test).with_context(|| format!("odd output of fio: {output}")))
         .collect()
 }
 
 /// The command of one fio that runs all tests: its start takes longer here than a short test. It prints its terse
 /// format, version 3: one line per test.
-pub(super) fn command(disk: &Disk, tests: &[&Test], seconds: f64) -> String {
+pub(super) fn command(node: &str, tests: &[&Test], seconds: f64) -> String {
     let mut command = format!(
-        "fio --filename={} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
+        "fio --filename={node} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
          --group_reporting --minimal",
-        disk.node(),
         (seconds * 1000.0).round(),
     );
     for test in tests {

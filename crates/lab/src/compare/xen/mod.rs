@@ -2,6 +2,7 @@
 //! the whole path, and hardly on the load of this machine. Caches and flushes of the address translation cost nothing
 //! there.
 
+pub(super) mod device;
 mod figures;
 mod load;
 mod profile;
@@ -352,7 +353,7 @@ fn profile(
     };
     let mut text = String::new();
     for test in tests {
-        let run = |seconds: f64| load::command(disk, &[test], seconds);
+        let run = |seconds: f64| load::command(&disk.node(), &[test], seconds);
         let (short, long) = (run(PROFILE_S.0), run(PROFILE_S.1));
         // In the first run nothing is cached, neither in the guest nor on the host.
         let command = format!(

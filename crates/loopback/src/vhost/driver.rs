@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::{GUEST_BASE, Guest};
-use crate::PATIENCE;
+use super::{GUEST_BASE, Guest, PATIENCE};
 
 /// Kinds of requests.
 pub mod kind {
@@ -223,11 +222,18 @@ impl Driver {
 
     /// Puts a request on the ring, and kicks if the back end wants it.
     pub fn offer(&mut self, head: u16) {
-        let slot = usize::from(self.avail % self.entries);
+        self.offer_all(&[head]);
+    }
+
+    /// Puts requests on the ring, which the back end sees all at once, and kicks if it wants that.
+    pub fn offer_all(&mut self, heads: &[u16]) {
         let memory = &self.guest.memory;
-        memory.store_u16(self.avail_at() + 4 + 2 * slot, head).unwrap();
         let before = self.avail;
-        self.avail = self.avail.wrapping_add(1);
+        for head in heads {
+            let slot = usize::from(self.avail % self.entries);
+            memory.store_u16(self.avail_at() + 4 + 2 * slot, *head).unwrap();
+            self.avail = self.avail.wrapping_add(1);
+        }
         memory.store_u16(self.avail_at() + 2, self.avail).unwrap();
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         let wanted = match self.event_index {
@@ -286,19 +292,46 @@ impl Driver {
                     continue;
                 }
             }
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if Instant::now() >= end {
                 return None;
             }
-            let timeout =
-                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-            let mut fds = [PollFd::from_borrowed_fd(self.call.as_fd(), PollFlags::IN)];
-            match poll(&mut fds, Some(&timeout)) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(e) => panic!("cannot wait: {e}"),
-            }
-            let _ = rustix::io::read(&self.call, &mut [0; 8]);
+            self.sleep_until(end);
         }
+    }
+
+    /// Waits for an interrupt.
+    fn sleep_until(&self, end: Instant) {
+        let left = end.saturating_duration_since(Instant::now());
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let mut fds = [PollFd::from_borrowed_fd(self.call.as_fd(), PollFlags::IN)];
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => panic!("cannot wait: {e}"),
+        }
+        let _ = rustix::io::read(&self.call, &mut [0; 8]);
+    }
+
+    /// Sends requests all at once when the back end sleeps, and waits for their answers with one interrupt: the back end
+    /// takes the same way each time, whatever the timing. Event indexes have to be agreed on.
+    pub fn step(&mut self, heads: &[u16]) {
+        assert!(self.event_index);
+        let entries = usize::from(self.entries);
+        let (kick_at, call_at) =
+            (self.used_at() + 4 + 8 * entries, self.avail_at() + 4 + 2 * entries);
+        let end = Instant::now() + PATIENCE;
+        while self.guest.memory.load_u16(kick_at).unwrap() != self.avail {
+            assert!(Instant::now() < end, "the back end does not sleep");
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        let last = self.used.wrapping_add(heads.len() as u16);
+        self.guest.memory.store_u16(call_at, last.wrapping_sub(1)).unwrap();
+        self.offer_all(heads);
+        while self.used_index() != last {
+            assert!(Instant::now() < end, "{} of {last} are answered", self.used_index());
+            self.sleep_until(end);
+        }
+        while self.next_used().is_some() {}
     }
 
     /// The slot of a request that is answered.
