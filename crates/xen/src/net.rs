@@ -69,7 +69,7 @@ impl NetRings {
     /// [`tx_unconsumed`](Self::tx_unconsumed) has seen it.
     #[inline]
     pub fn take_tx(&mut self) -> TxRequest {
-        let slot = std::array::from_fn(|i| self.tx.peek_u32(i));
+        let slot = self.tx.peek_u32s();
         self.tx.consume();
         TxRequest::decode(slot)
     }
@@ -77,7 +77,7 @@ impl NetRings {
     /// Takes the next slot of the transmit ring as an extra info.
     #[inline]
     pub fn take_extra(&mut self) -> ExtraInfo {
-        let slot = std::array::from_fn(|i| self.tx.peek_u32(i));
+        let slot = self.tx.peek_u32s();
         self.tx.consume();
         ExtraInfo::decode(slot)
     }
@@ -85,7 +85,7 @@ impl NetRings {
     /// Takes the next slot of the receive ring, likewise.
     #[inline]
     pub fn take_rx(&mut self) -> RxRequest {
-        let slot = std::array::from_fn(|i| self.rx.peek_u32(i));
+        let slot = self.rx.peek_u32s();
         self.rx.consume();
         RxRequest::decode(slot)
     }
@@ -96,7 +96,7 @@ impl NetRings {
     /// If all that were taken are answered: a bug of ours.
     #[inline]
     pub fn answer_tx(&mut self, response: TxResponse) {
-        self.tx.respond(&response.encode());
+        self.tx.respond(response.encode());
     }
 
     /// Answers the oldest unanswered slot of the receive ring. Frontends find the page by the place of the answer.
@@ -105,7 +105,7 @@ impl NetRings {
     /// As [`answer_tx`](Self::answer_tx).
     #[inline]
     pub fn answer_rx(&mut self, response: RxResponse) {
-        self.rx.respond(&response.encode());
+        self.rx.respond(response.encode());
     }
 
     /// Answers the oldest unanswered slot of the receive ring by an extra info.
@@ -114,7 +114,7 @@ impl NetRings {
     /// As [`answer_tx`](Self::answer_tx).
     #[inline]
     pub fn answer_rx_extra(&mut self, extra: ExtraInfo) {
-        self.rx.respond(&extra.encode());
+        self.rx.respond(extra.encode());
     }
 
     /// The number of answers that the transmit ring has had, published or not.

@@ -92,13 +92,15 @@ impl BackRing {
         let mut slot = Slot::default();
         match self.protocol {
             Protocol::X86_64 => {
-                for (i, to) in slot.0.chunks_exact_mut(8).enumerate() {
-                    to.copy_from_slice(&self.slots.peek_u64(i).to_le_bytes());
+                let words = self.slots.peek_u64s::<{ 112 / 8 }>();
+                for (to, word) in slot.0.chunks_exact_mut(8).zip(words) {
+                    to.copy_from_slice(&word.to_le_bytes());
                 }
             }
             Protocol::X86_32 => {
-                for (i, to) in slot.0.chunks_exact_mut(4).take(108 / 4).enumerate() {
-                    to.copy_from_slice(&self.slots.peek_u32(i).to_le_bytes());
+                let words = self.slots.peek_u32s::<{ 108 / 4 }>();
+                for (to, word) in slot.0.chunks_exact_mut(4).zip(words) {
+                    to.copy_from_slice(&word.to_le_bytes());
                 }
             }
         }
@@ -121,11 +123,11 @@ impl BackRing {
     pub fn respond(&mut self, response: Response) {
         let bytes = response.encode();
         let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|k| bytes[4 * i + k]));
-        // The last one is the 64-bit structure's tail.
-        let words = [word(0), word(1), word(2), 0];
+        // A fourth one is the 64-bit structure's tail.
+        let [id_low, id_high, rest] = std::array::from_fn(word);
         match self.protocol {
-            Protocol::X86_64 => self.slots.respond(&words),
-            Protocol::X86_32 => self.slots.respond(&words[..3]),
+            Protocol::X86_64 => self.slots.respond([id_low, id_high, rest, 0]),
+            Protocol::X86_32 => self.slots.respond([id_low, id_high, rest]),
         }
     }
 

@@ -137,26 +137,28 @@ impl SlotRing {
         }
     }
 
-    /// The 8-byte word `i` of the next request's slot, read once.
+    /// The first `N` words of 8 bytes of the next request's slot, each read once.
     ///
     /// # Panics
-    /// If the slot does not have it, or slots are not multiples of 8 bytes.
+    /// If the slot does not have them, or slots are not multiples of 8 bytes.
     #[inline]
-    pub(crate) fn peek_u64(&self, i: usize) -> u64 {
-        assert!(i * 8 + 8 <= self.slot_bytes && self.slot_bytes.is_multiple_of(8));
+    pub(crate) fn peek_u64s<const N: usize>(&self) -> [u64; N] {
+        assert!(N * 8 <= self.slot_bytes && self.slot_bytes.is_multiple_of(8));
+        let slot = self.slot_ptr(self.req_cons).cast::<u64>();
         // SAFETY: inside a slot, which is inside the mapping; 64 + a multiple of 8 is aligned.
-        unsafe { self.slot_ptr(self.req_cons).cast::<u64>().add(i).read_volatile() }
+        std::array::from_fn(|i| unsafe { slot.add(i).read_volatile() })
     }
 
-    /// The 4-byte word `i` of the next request's slot, read once.
+    /// The first `N` words of 4 bytes of the next request's slot, each read once.
     ///
     /// # Panics
-    /// If the slot does not have it.
+    /// If the slot does not have them.
     #[inline]
-    pub(crate) fn peek_u32(&self, i: usize) -> u32 {
-        assert!(i * 4 + 4 <= self.slot_bytes);
+    pub(crate) fn peek_u32s<const N: usize>(&self) -> [u32; N] {
+        assert!(N * 4 <= self.slot_bytes);
+        let slot = self.slot_ptr(self.req_cons).cast::<u32>();
         // SAFETY: inside a slot, which is inside the mapping; slots are multiples of 4 bytes.
-        unsafe { self.slot_ptr(self.req_cons).cast::<u32>().add(i).read_volatile() }
+        std::array::from_fn(|i| unsafe { slot.add(i).read_volatile() })
     }
 
     /// Takes the request that was peeked at. Its slot may from now on be overwritten with a response.
@@ -170,13 +172,13 @@ impl SlotRing {
     /// # Panics
     /// If nothing is unanswered, a bug of ours, or the words do not fit.
     #[inline]
-    pub(crate) fn respond(&mut self, words: &[u32]) {
+    pub(crate) fn respond<const N: usize>(&mut self, words: [u32; N]) {
         assert_ne!(self.rsp_prod, self.req_cons, "a response without a request");
-        assert!(words.len() * 4 <= self.slot_bytes);
-        let to = self.slot_ptr(self.rsp_prod);
-        for (i, word) in words.iter().enumerate() {
+        assert!(N * 4 <= self.slot_bytes);
+        let to = self.slot_ptr(self.rsp_prod).cast::<u32>();
+        for (i, word) in words.into_iter().enumerate() {
             // SAFETY: inside a slot, which is 4-aligned.
-            unsafe { to.cast::<u32>().add(i).write_volatile(*word) };
+            unsafe { to.add(i).write_volatile(word) };
         }
         self.rsp_prod = self.rsp_prod.wrapping_add(1);
     }
