@@ -88,7 +88,7 @@ pub(crate) struct FencingArgs {
     pub(crate) fence: Fencing,
 
     /// The folder of this host's keys at LUNs.
-    #[arg(long, hide = true, value_name = "DIR", default_value = fence::RECORDS)]
+    #[arg(long, value_name = "DIR", default_value = fence::RECORDS)]
     pub(crate) fence_records: PathBuf,
 }
 

@@ -74,6 +74,8 @@ printf 'defaults {\\n user_friendly_names yes\\n find_multipaths no\\n no_path_r
 blacklist {\\n devnode \"^(vd|xvd|nbd|loop|drbd)\"\\n}\\n' >/etc/multipath.conf
 [ -s /etc/iscsi/initiatorname.iscsi ] || echo \"InitiatorName=$(iscsi-iname)\" >/etc/iscsi/initiatorname.iscsi
 pgrep -x iscsid || iscsid
+pgrep -f systemd-udevd || /usr/lib/systemd/systemd-udevd --daemon
+udevadm trigger --subsystem-match=block --action=add; udevadm settle -t 30
 pgrep -x multipathd || multipathd
 for portal in 127.0.0.1 127.0.0.2; do
     iscsiadm -m discovery -t st -p $portal
