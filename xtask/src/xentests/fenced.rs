@@ -42,7 +42,8 @@ kill $(pgrep -x iscsid)
 rm -rf /lab/lun /lab/b-records /var/lib/ferrite/fences
 ";
 
-/// LIO, by its folders in configfs. What it has written of registrations is told to it when it comes again, as its tools do.
+/// LIO, by its folders in configfs. What it has written of registrations is told to it when it comes again, as its tools do:
+/// before the LUN has a target, since LIO takes it at no other time.
 const LIO: &str = "
 modprobe -a target_core_file iscsi_target_mod
 mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
@@ -52,17 +53,17 @@ mkdir -p $c/core/fileio_0/lun
 echo fd_dev_name=/lab/lun,fd_dev_size=$((64 << 20)) >$c/core/fileio_0/lun/control
 echo 8fd24b1e-0001 >$c/core/fileio_0/lun/wwn/vpd_unit_serial
 echo 1 >$c/core/fileio_0/lun/enable
+for file in $(cat $c/dbroot)/pr/aptpl_*; do
+    [ -f $file ] || continue
+    awk '/^PR_REG_START/ { text = \"\"; next } /^PR_REG_END/ { print text; next } { text = text $0 \",\" }' $file |
+        while read -r text; do echo \"$text\" >$c/core/fileio_0/lun/pr/res_aptpl_metadata; done
+done
 t=$c/iscsi/TARGET/tpgt_1
 mkdir -p $c/iscsi/TARGET/tpgt_1
 mkdir $t/lun/lun_0
 ln -s $c/core/fileio_0/lun $t/lun/lun_0/lun
 for set in generate_node_acls=1 demo_mode_write_protect=0 authentication=0 cache_dynamic_acls=1; do
     echo ${set#*=} >$t/attrib/${set%=*}
-done
-for file in $(cat $c/dbroot)/pr/aptpl_*; do
-    [ -f $file ] || continue
-    awk '/^PR_REG_START/ { text = \"\"; next } /^PR_REG_END/ { print text; next } { text = text $0 \",\" }' $file |
-        while read -r text; do echo \"$text\" >$c/core/fileio_0/lun/pr/res_aptpl_metadata; done
 done
 mkdir $t/np/127.0.0.1:3260
 echo 1 >$t/enable

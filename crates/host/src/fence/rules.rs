@@ -254,8 +254,13 @@ pub(super) fn release(lun: &dyn Lun, record: &dyn Record) -> Result<(), Refusal>
     if let Some(found) = holder {
         own.push(go_on(lun, record, found.key)?);
     }
+    // LIO answers a release by a key that is not registered as if the LUN did not work, and not by a conflict.
+    let registered = lun.keys()?;
+    own.retain(|key| registered.contains(key));
+    own.sort_unstable();
+    own.dedup();
     for key in own {
-        // In conflict: another host has taken it, or the key is not registered.
+        // In conflict: another host has taken it meanwhile.
         let _ = lun.release(key)?;
         let _ = lun.register(Some(key), 0)?;
     }
