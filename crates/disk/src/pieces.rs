@@ -12,9 +12,6 @@ use crate::disk::{Disk, Work};
 /// tables for that range, and is asked again behind each piece of those below it.
 const ASKED_OF_CHAIN: u64 = 256 << 20;
 
-/// The bytes of a VHD whose bitmaps are read at the same time: those of 32 blocks.
-const AHEAD: u64 = 64 << 20;
-
 /// The beginning of a range, and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
@@ -160,13 +157,9 @@ pub async fn look_at_layer(
         let piece = match layer.find(offset, len) {
             Mapping::Backing { len } => return Ok((None, len)),
             Mapping::Miss { len: missing } => {
-                // The walk comes to what is behind it, too: tables of qcow2 and bitmaps of VHD are read ahead.
-                let ahead = if layer.format() == Format::Qcow2 { len } else { len.min(AHEAD) };
-                let read = layer.load(port, port.files[i], offset, ahead.max(missing)).await;
-                // What is behind may be damaged, and was not asked for.
-                if read.is_err() {
-                    layer.load(port, port.files[i], offset, missing).await?;
-                }
+                // The walk comes to what is behind it, too: tables of qcow2 are read ahead.
+                let wanted = if layer.format() == Format::Qcow2 { len } else { missing };
+                layer.load(port, port.files[i], offset, wanted).await?;
                 continue;
             }
             Mapping::Data { offset, len } => data(layer.medium(), i, offset, len),

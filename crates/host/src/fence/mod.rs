@@ -1,7 +1,7 @@
 //! The reservation of a LUN that several hosts see: one host writes to it at a time, and the LUN itself refuses all others.
 //!
 //! A host registers a key at the LUN and takes the reservation *Write Exclusive, Registrants Only*. Registrations are of
-//! a host's ports, not of its processes: they stay when processes die. So the key stands in a [record](record), and the
+//! a host's ports, not of its processes: they stay when processes die. So the key stands in a [record], and the
 //! next process of this host that finds its key at the LUN goes on. A process of another host is refused, until somebody
 //! there [steals](steal) the LUN: its reservation is preempted, and not one write of the old host is executed from then
 //! on.

@@ -58,7 +58,7 @@ pub(super) async fn write_pieces<T>(
 }
 
 /// Waits for all of them; the first error, once all have ended.
-pub(super) async fn all<F: Future<Output = io::Result<()>>>(
+async fn all<F: Future<Output = io::Result<()>>>(
     futures: impl Iterator<Item = F>,
 ) -> io::Result<()> {
     let mut running: Vec<Pin<Box<F>>> = futures.map(Box::pin).collect();

@@ -9,10 +9,9 @@ use ferrite_io::engine::FileId;
 use super::entry::{Entry, State as Where};
 use super::{Blocks, GENERATIONS, SECTOR, State};
 use crate::vhd::damage::{Why, unreadable};
-use crate::vhd::pieces::all;
 
 impl Blocks {
-    /// Reads the bitmaps of the range that are not in memory, all at the same time.
+    /// Reads the bitmaps of the range that are not in memory.
     pub(in crate::vhd) async fn load(
         &self,
         port: &Port,
@@ -21,15 +20,10 @@ impl Blocks {
         len: u64,
     ) -> io::Result<()> {
         let len = len.min(self.disk_bytes.saturating_sub(offset));
-        let mut blocks = self.parts(offset, len).map(|part| part.block);
-        let Some(first) = blocks.next() else { return Ok(()) };
-        match blocks.next() {
-            None => self.load_block(port, file, first).await,
-            Some(second) => {
-                let blocks = [first, second].into_iter().chain(blocks);
-                all(blocks.map(|block| self.load_block(port, file, block))).await
-            }
+        for part in self.parts(offset, len) {
+            self.load_block(port, file, part.block).await?;
         }
+        Ok(())
     }
 
     pub(super) async fn load_block(&self, port: &Port, file: FileId, block: u32) -> io::Result<()> {
