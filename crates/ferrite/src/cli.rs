@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::error::{ContextKind, ContextValue};
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand};
 use ferrite_io::engines::EngineChoice;
 use ferrite_serve::path::full::OnFull;
@@ -75,26 +74,6 @@ impl Cli {
 /// The command line.
 pub(crate) fn definition() -> clap::Command {
     Cli::command()
-}
-
-/// The error without a tip that names a hidden command.
-pub(crate) fn without_hidden(mut e: clap::Error, program: &clap::Command) -> clap::Error {
-    let is_hidden = |name: &String| {
-        let of = |command: &clap::Command| {
-            command.find_subcommand(name).is_some_and(clap::Command::is_hide_set)
-        };
-        of(program) || program.get_subcommands().any(of)
-    };
-    let tips = match e.get(ContextKind::SuggestedSubcommand) {
-        Some(ContextValue::String(tip)) => vec![tip.clone()],
-        Some(ContextValue::Strings(tips)) => tips.clone(),
-        _ => Vec::new(),
-    };
-    if tips.iter().any(is_hidden) {
-        e.remove(ContextKind::SuggestedSubcommand);
-        e.remove(ContextKind::Suggested);
-    }
-    e
 }
 
 /// Prints why the command line is invalid, or the help that it asks for.

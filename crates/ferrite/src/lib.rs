@@ -66,7 +66,7 @@ pub fn main() -> ExitCode {
     }
     let cli = match cli::Cli::of_script(&words).map_or_else(|| pairs::parse(words), Ok) {
         Ok(cli) => cli,
-        Err(e) => return cli::refuse(&cli::without_hidden(e, &cli::definition())),
+        Err(e) => return cli::refuse(&pairs::without_hidden(e, &cli::definition())),
     };
     let json = cli.is_json();
     let is_server = matches!(

@@ -1,4 +1,4 @@
-//! Several disks on one command line: `ferrite serve IMAGE --xen A IMAGE --xen B`.
+//! The words of the command line, and several disks on one: `ferrite serve IMAGE --xen A IMAGE --xen B`.
 //!
 //! Options before the first image hold for all disks. Options after an image are that disk's, and replace those for
 //! all. So the words are sorted by disk, and each disk's words are parsed as a command with one image.
@@ -6,7 +6,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args as _, Command as Definition, CommandFactory as _, Error, Parser as _};
 
 use crate::cli::{Cli, Command, ServeArgs};
@@ -16,6 +16,26 @@ const SERVE: &str = "serve";
 const XEN: &str = "xen";
 /// Options that bound all disks of the process or of the host: a disk cannot have its own.
 const OF_ALL: [&str; 4] = ["cpu", "poll-host", "map-budget-host", "memory-host"];
+
+/// The error without a tip that names a hidden command.
+pub(crate) fn without_hidden(mut e: clap::Error, program: &clap::Command) -> clap::Error {
+    let is_hidden = |name: &String| {
+        let of = |command: &clap::Command| {
+            command.find_subcommand(name).is_some_and(clap::Command::is_hide_set)
+        };
+        of(program) || program.get_subcommands().any(of)
+    };
+    let tips = match e.get(ContextKind::SuggestedSubcommand) {
+        Some(ContextValue::String(tip)) => vec![tip.clone()],
+        Some(ContextValue::Strings(tips)) => tips.clone(),
+        _ => Vec::new(),
+    };
+    if tips.iter().any(is_hidden) {
+        e.remove(ContextKind::SuggestedSubcommand);
+        e.remove(ContextKind::Suggested);
+    }
+    e
+}
 
 /// Parses a command line.
 ///
