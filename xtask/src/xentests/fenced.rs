@@ -1,7 +1,5 @@
 //! Guests whose disks are LUNs with fence = "reservation" (docs/internals/locks.md). Domain 0 is the target and two hosts at once:
 //! its initiator has two names, so the target sees two ports, and each has a block device of the one LUN.
-//!
-//! Not seen to pass yet: the only run ended at the login, since domain 0 had no address.
 
 use super::toolstack::{USE, running_guest, xl_knows_us};
 use super::{Bench, Case, ferrite};
