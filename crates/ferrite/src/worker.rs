@@ -185,11 +185,12 @@ fn open(
     Ok(Opened { disk, engine })
 }
 
-/// The number of queues for which devices are opened. A connected guest keeps its number, also when the option was made
-/// smaller since: it has a table in the disk's run directory. `run_dir`: the parent of all these.
+/// The number of queues for which devices are opened. A guest keeps the number that an earlier worker has offered it, also
+/// when the option was made smaller since. A disk that had a worker has its table or its counters. `run_dir`: the parent of
+/// the disks' run directories.
 fn queues_ahead(args: &ServeArgs, run_dir: &Path) -> usize {
     let of_disk = run_dir.join(run_dir_name(args.xen.domain, args.xen.device));
-    let queues = match of_disk.join(TABLE).exists() {
+    let queues = match of_disk.join(TABLE).exists() || stats_file(&of_disk).exists() {
         true => args.queues.max(MOST_QUEUES),
         false => args.queues,
     };
@@ -514,11 +515,15 @@ mod tests {
             };
             queues_ahead(&serve, run.path())
         };
-        // No guest was served from this directory.
+        // The disk had no worker.
         assert_eq!([ahead("--queues=1"), ahead("--queues=64")], [2, 65]);
-        std::fs::create_dir(run.path().join("vbd-3-51712")).unwrap();
-        std::fs::write(run.path().join("vbd-3-51712/inflight"), "").unwrap();
-        assert_eq!([ahead("--queues=1"), ahead("--queues=64")], [65, 65]);
+        for (folder, file) in [("vbd-3-51712", "inflight"), ("stats", "vbd-3-51712")] {
+            let folder = run.path().join(folder);
+            std::fs::create_dir(&folder).unwrap();
+            std::fs::write(folder.join(file), "").unwrap();
+            assert_eq!([ahead("--queues=1"), ahead("--queues=64")], [65, 65]);
+            std::fs::remove_file(folder.join(file)).unwrap();
+        }
         let more = ["ferrite", "serve", "--xen=3/xvda", "--queues=65", "a"];
         assert!(Cli::try_parse_from(more).is_err());
     }
