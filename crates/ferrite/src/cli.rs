@@ -158,7 +158,7 @@ pub(crate) enum Command {
     Store(StoreArgs),
     /// Disks whose copies are on several servers (experimental).
     Pool(PoolArgs),
-    /// See who has a LUN reserved, and take it from a host that is gone.
+    /// See which host has a LUN reserved, and take it from a host that is gone.
     Fence(FenceArgs),
     /// Back disks up into folders, incrementally, and restore them.
     Backup(BackupArgs),

@@ -31,7 +31,7 @@ pub(crate) struct FenceArgs {
 /// The commands.
 #[derive(Debug, Subcommand)]
 enum FenceCommand {
-    /// Show who has a LUN reserved, and whether its target keeps reservations.
+    /// Show which host has a LUN reserved, and whether its target keeps reservations.
     Status(DeviceArg),
     /// Take a LUN from the host that has it: that host can write nothing to it from then on.
     Steal(StealArgs),
@@ -125,7 +125,7 @@ fn refused(what: &str, device: &Path, e: &Refusal) -> Failure {
 }
 
 fn status(device: &Path, records: &Path, json: bool) -> Result<(), Failure> {
-    // Opened for reading, questions need no more: whoever has it open is not disturbed.
+    // Opened for reading, questions need no more: programs that have the LUN open notice nothing.
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file =
         rustix::fs::open(device, flags, Mode::empty()).map_err(|e| cannot_open(device, e))?;

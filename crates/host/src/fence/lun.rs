@@ -35,7 +35,7 @@ pub struct Abilities {
 pub struct Reservation {
     /// The key of its holder.
     pub key: u64,
-    /// Whether it is Write Exclusive, Registrants Only. Nobody of ours takes another one.
+    /// Whether it is Write Exclusive, Registrants Only. Ferrite takes no other type.
     pub is_ours_by_type: bool,
 }
 
@@ -66,7 +66,7 @@ pub trait Lun {
     /// As [`abilities`](Self::abilities).
     fn register(&self, old: Option<u64>, new: u64) -> io::Result<Outcome>;
 
-    /// Takes the reservation, if nobody else has it.
+    /// Takes the reservation, if no other host has it.
     ///
     /// # Errors
     /// As [`abilities`](Self::abilities).
@@ -79,7 +79,7 @@ pub trait Lun {
     fn release(&self, key: u64) -> io::Result<Outcome>;
 
     /// Removes all registrations by `victim`, whose commands under way are aborted. If the reservation was its, it is
-    /// this host's afterwards. In conflict if nobody is registered so.
+    /// this host's afterwards. In conflict if `victim` is not registered.
     ///
     /// # Errors
     /// As [`abilities`](Self::abilities).
@@ -109,7 +109,7 @@ struct PrReservation {
     flags: u32,
 }
 
-/// `struct pr_preempt`. The kernel sends `old_key` as the key of who asks, and `new_key` as that of the victim.
+/// `struct pr_preempt`. The kernel sends `old_key` as this host's key, and `new_key` as that of the victim.
 #[repr(C)]
 struct PrPreempt {
     old_key: u64,

@@ -20,7 +20,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// A LUN that nobody has.
+    /// A LUN that no host has reserved.
     pub fn new(persists: bool) -> Model {
         Model { persists, ..Model::default() }
     }

@@ -1,7 +1,7 @@
-//! Who may have a LUN: the order of commands to it, and of writes to the record. No I/O of its own.
+//! Which host may write to a LUN: the order of commands to it, and of writes to the record. No I/O of its own.
 //!
-//! * A host that is registered may write, so nobody registers while another host has the reservation, and who loses a race
-//!   for it unregisters at once. Nothing of a disk is written meanwhile: a worker asks for the LUN when the last operation of
+//! * A host that is registered may write. So no host registers while another one has the reservation, and a host that loses
+//!   a race for it unregisters at once. Nothing of a disk is written meanwhile: a worker asks for the LUN when the last operation of
 //!   the worker before it has ended.
 //! * After a take there is no other registration. Those of others are preempted.
 //! * A command that needs this host's key is the test of whether that is there still. Questions alone prove nothing: what they

@@ -109,7 +109,7 @@ enum Part {
     Xen,
     /// The same host: a volume of a store, compared with dm-vdo and blkback.
     Vdo,
-    /// The same host: block devices of the dom0, compared with losetup and qemu-nbd.
+    /// A real Xen host that counts instructions: block devices of its domain 0, compared with losetup and qemu-nbd.
     Device,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,

@@ -166,7 +166,7 @@ impl FrontEnd {
         assert!(sent, "the server reads messages");
     }
 
-    /// The same. Returns whether the connection is there.
+    /// Sends bytes, with descriptors, to a server that may have ended. Returns whether the connection is there.
     pub fn try_send(&self, bytes: &[u8], files: &[BorrowedFd<'_>]) -> bool {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);

@@ -1,4 +1,4 @@
-//! The file of a switch's records: a ring with one writer, who waits for nobody.
+//! The file of a switch's records: a ring with one writer, which never waits for readers.
 //!
 //! The first word of a record is its number plus one, and stored before the others; the head after them. The last times
 //! of a record are stored later, each by itself.

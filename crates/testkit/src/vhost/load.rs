@@ -62,7 +62,7 @@ impl Load {
         (0..self.drivers.len()).for_each(|queue| self.check(queue));
     }
 
-    /// The same, of a server that may be dead: it takes the answers that come in a while.
+    /// Sends a request by each slot that has none, and takes the answers that come within `limit`: the server may be dead.
     pub fn turn_for(&mut self, limit: Duration) {
         self.send_all();
         for queue in 0..self.drivers.len() {

@@ -19,8 +19,8 @@ impl Interfaces {
         Interfaces { folder: folder.into(), before: None }
     }
 
-    /// Shows what the interfaces have done in a second since the last look. The first look shows zeros. Who may not look at
-    /// the folder has no interfaces.
+    /// Shows what the interfaces have done in a second since the last look. The first look shows zeros. A user
+    /// without rights to the folder is shown none.
     pub(super) fn look(&mut self, view: &mut View) {
         let Ok((switches, problems)) = read(&self.folder) else {
             return view.show_interfaces(Vec::new(), &[]);

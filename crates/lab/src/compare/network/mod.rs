@@ -126,7 +126,7 @@ pub(super) fn run() -> Result<Findings> {
             let cost_us = busy * SEGMENT_BYTES * 8.0 / rate;
             say(format!("  {} Mbit/s, dom0 {cost_us:.1} us for 64 KiB", figure(rate)));
             if (backend, load) == (Backend::Ours, Load::Streams(1)) {
-                // Where its time goes, for whoever wants to make it less.
+                // Where its time goes, to find what could be made shorter.
                 say(host.xenhost.sh_for("ferrite net trace --switch lan", 120)?);
             }
             let Some(of) = measured.get_mut(&backend) else { continue };
