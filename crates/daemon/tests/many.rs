@@ -245,7 +245,7 @@ fn an_upgrade_that_its_daemon_did_not_end_is_gone_on_with_by_the_next() {
     let mut daemon = host.spawn(Some(Step::Upgraded));
     let mut guests = attach_many(&host, GUESTS);
     let binary = host.dir.path().join("next");
-    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &binary);
     let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(&host, disk)).collect();
     let upgraded = || keepers.iter().filter(|keeper| runs(**keeper, &binary)).count();
     assert!(host.call::<Upgraded>("upgrade", &json!({ "binary": binary })).is_err());
@@ -303,7 +303,7 @@ fn an_upgrade_of_two_hundred_disks_goes_on_after_the_daemons_death() {
     wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
     let mut guests = attach_many(&host, GUESTS);
     let binary = host.dir.path().join("next");
-    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &binary);
     let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(&host, disk)).collect();
     let upgraded = || keepers.iter().filter(|keeper| runs(**keeper, &binary)).count();
     std::thread::scope(|scope| {

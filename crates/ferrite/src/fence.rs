@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use ferrite_daemon::config::{CONFIGURED_BY, Config, PATH};
@@ -12,6 +13,10 @@ use serde_json::json;
 
 use crate::exit::{Code, Failure};
 use crate::plain::one_line;
+
+/// How often a LUN that is in use is asked for, and the time between: half a second in all.
+const TRIES: u32 = 25;
+const BETWEEN_TRIES: Duration = Duration::from_millis(20);
 
 /// The arguments of `ferrite fence`.
 #[derive(Debug, Args)]
@@ -99,7 +104,7 @@ fn configured() -> Result<PathBuf, Failure> {
 /// Opens a LUN that no disk of this host has. A guest here goes on with what it has in memory: after the order its writes would
 /// be executed on what another host has written.
 fn open_alone(device: &Path) -> Result<OwnedFd, Failure> {
-    fence::open_alone(device).map_err(|e| match e {
+    opened_in_a_while(device).map_err(|e| match e {
         Errno::BUSY | Errno::AGAIN => {
             let why = "a process of this host has it open";
             let help = "detach its disk first (ferrite disk list); a LUN with several paths is named by multipath's device";
@@ -107,6 +112,17 @@ fn open_alone(device: &Path) -> Result<OwnedFd, Failure> {
         }
         e => cannot_open(device, e),
     })
+}
+
+/// Waits for a moment: the kernel closes the files of a process some time after it has been killed.
+fn opened_in_a_while(device: &Path) -> Result<OwnedFd, Errno> {
+    for _ in 0..TRIES {
+        match fence::open_alone(device) {
+            Err(Errno::BUSY | Errno::AGAIN) => std::thread::sleep(BETWEEN_TRIES),
+            done => return done,
+        }
+    }
+    fence::open_alone(device)
 }
 
 fn cannot_open(device: &Path, e: Errno) -> Failure {

@@ -138,7 +138,7 @@ fn a_command_that_is_interrupted_leaves_its_job_and_says_so() {
                         help: ferrite job wait 1 waits again, ferrite job cancel 1 ends it\n";
         assert_eq!(text(&output.stderr), expected);
     }
-    assert!(lab.said("job show 1").contains("phase      running, step copy"));
+    wait_until("its step", || lab.said("job show 1").contains("phase      running, step copy"));
     let waiting = lab.start("job wait 1");
     assert_eq!(lab.said("job cancel 1"), "job 1 was cancelled\n");
     let output = waiting.wait_with_output().unwrap();

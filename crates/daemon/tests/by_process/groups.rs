@@ -15,7 +15,7 @@ use ferrite_store::owned::StoreHandle;
 use ferrite_testkit::{PATIENCE, scale, stores, wait_until};
 use serde_json::json;
 
-use crate::host::{A_WHILE, Host, id, works};
+use crate::host::{self, A_WHILE, Host, id, works};
 use crate::load::Load;
 use crate::roles::{attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 
@@ -290,7 +290,7 @@ fn all_disks_of_a_store_get_another_program_together() {
     let pid = one_keeper(&host, &disks);
     let alone = keeper(&host, &image);
     let binary = host.dir.path().join("next");
-    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &binary);
     let exe = |pid: i32| std::fs::read_link(format!("/proc/{pid}/exe")).unwrap();
     for _ in 0..3 {
         loads.iter().for_each(Load::wait_for_progress);

@@ -89,7 +89,7 @@ fn disks_get_another_program_under_load_with_their_images_closed() {
     let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
     let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
     let binary = host.dir.path().join("next");
-    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &binary);
     let ask = |binary: &str| -> Result<Upgraded, ClientError> {
         host.call("upgrade", &json!({ "binary": binary }))
     };

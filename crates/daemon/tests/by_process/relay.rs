@@ -219,7 +219,7 @@ fn clients_go_on_when_their_disk_gets_another_program() {
     let keeper = keeper(&scene.host, &scene.disk);
     let relay = relay_of(keeper);
     let other = scene.host.dir.path().join("other");
-    std::fs::copy(std::env::current_exe().unwrap(), &other).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &other);
     for binary in [other.clone(), std::env::current_exe().unwrap()] {
         let done: Upgraded =
             scene.host.call("upgrade", &json!({ "binary": binary.to_str().unwrap() })).unwrap();

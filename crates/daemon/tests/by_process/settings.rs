@@ -8,7 +8,7 @@ use ferrite_serve::counters::{snapshot, stats_file};
 use ferrite_testkit::wait_until;
 use serde_json::{Value, json};
 
-use crate::host::{Host, id};
+use crate::host::{self, Host, id};
 use crate::load::Load;
 use crate::roles::{attach, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 
@@ -64,7 +64,7 @@ fn a_limit_outlives_worker_keeper_daemon_and_program_and_ends_with_the_disk() {
     kill_keeper(keeper(&host, &disk));
     goes_on();
     let program = host.dir.path().join("program");
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &program);
     let keeper = keeper(&host, &disk);
     let done: Upgraded = host.call("upgrade", &json!({ "binary": program })).unwrap();
     assert_eq!(done.failed, []);

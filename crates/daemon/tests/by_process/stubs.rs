@@ -181,7 +181,7 @@ fn a_disk_gets_another_program_with_its_stub_domains() {
     let loads = [(&disks[0], 0), (&disks[1], 256)].map(|(disk, from)| Load::from(host, disk, from));
     let of_both = pair.keeper(&disks);
     let binary = host.dir.path().join("next");
-    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &binary);
     let ask = |disk: Option<&DiskPaths>| -> Result<Upgraded, ClientError> {
         let disk = disk.map(host::id);
         host.call("upgrade", &json!({ "binary": binary.to_str().unwrap(), "disk": disk }))

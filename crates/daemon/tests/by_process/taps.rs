@@ -16,7 +16,7 @@ use ferrite_testkit::{PATIENCE, images, scale, wait_until};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
-use crate::host::{Host, works};
+use crate::host::{self, Host, works};
 use crate::load::Load;
 use crate::roles::{MIB, is_alive, kill, kill_pid, worker};
 
@@ -332,7 +332,7 @@ fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
     let spare: TapDone = host.call("tap.spawn", &json!({})).unwrap();
     let spare = spare.pid.unwrap();
     let program = host.dir.path().join("next");
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    host::copy_program(&std::env::current_exe().unwrap(), &program);
     let done: Upgraded = host.call("upgrade", &json!({ "binary": program })).unwrap();
     let ids: Vec<u32> = done.upgraded.iter().map(|id| id.devid).collect();
     assert_eq!((ids, done.failed), (vec![idle.minor, open.minor], vec![]));
@@ -386,7 +386,7 @@ impl Orders {
         let own = std::env::current_exe().unwrap();
         let programs = ["one", "other"].map(|name| host.dir.path().join(name));
         for copy in &programs {
-            std::fs::copy(&own, copy).unwrap();
+            host::copy_program(&own, copy);
         }
         let images = (0..Self::TAPS).map(|i| host.make_image(&format!("{i}.img"), MIB)).collect();
         let (daemon, programs) = (start(&host), programs.to_vec());

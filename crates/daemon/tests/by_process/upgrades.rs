@@ -48,7 +48,7 @@ impl Story {
         let own = std::env::current_exe().unwrap();
         let copies = ["one", "other"].map(|name| host.dir.path().join(name));
         for copy in &copies {
-            std::fs::copy(&own, copy).unwrap();
+            host::copy_program(&own, copy);
         }
         let daemon = Some(host.spawn(None));
         let disk = host.attach(1, 0, &format!("qcow2:{}", image.display()));

@@ -315,7 +315,9 @@ impl Host {
     pub fn wait_for_phase(&self, disk: &DiskPaths, phase: PhaseName) -> Listed {
         let mut found = None;
         wait_until(&format!("{phase:?} of {}", disk.backend), || {
-            let listed = self.disks().into_iter();
+            // A daemon that has just been started does not answer yet.
+            let Ok(Disks { disks, .. }) = self.call("disk.list", &json!({})) else { return false };
+            let listed = disks.into_iter();
             found = listed.clone().find(|l| l.disk == id(disk) && l.phase == phase);
             found.is_some()
         });
@@ -373,6 +375,12 @@ impl Drop for Host {
             }
         }
     }
+}
+
+/// Copies a program to start it. A process of its own writes the copy: the kernel runs no program that is open for writing, as it
+/// would be for a moment in each process that another test starts meanwhile.
+pub fn copy_program(from: &Path, to: &Path) {
+    assert!(Command::new("cp").args([from, to]).status().unwrap().success());
 }
 
 pub fn id(disk: &DiskPaths) -> DiskId {

@@ -108,7 +108,7 @@ impl Chain {
     #[track_caller]
     pub(crate) fn reads_right_in_spite(&self) {
         self.reads_the_model();
-        let checked = work(None, |tools| tools.check(self.leaf(), true)).unwrap();
+        let checked = patiently(|| work(None, |tools| tools.check(self.leaf(), true))).unwrap();
         assert!(checked.usable && checked.verdict <= Verdict::Leaks, "{checked:?}");
     }
 
@@ -140,7 +140,7 @@ impl Chain {
         let name =
             |i: &usize| self.images[*i].path.file_name().unwrap().to_str().unwrap().to_owned();
         assert_eq!(self.files(), images.iter().map(name).collect::<Vec<_>>());
-        let layers = Disk::open_image(self.leaf(), &OpenOptions::default()).unwrap();
+        let layers = patiently(|| Disk::open_image(self.leaf(), &OpenOptions::default())).unwrap();
         assert_eq!(layers.media().len(), images.len());
     }
 
@@ -179,9 +179,9 @@ pub(crate) fn clean(stretch: &Stretch) -> Result<Vec<String>, DiskError> {
     work(None, |tools| tools.merge_clean(stretch)).map(|done| done.notes)
 }
 
-/// Opens an image. Processes that other tests start have this one's files open for a moment, and so the locks of a merge
-/// that has ended.
-fn patiently<T>(open: impl Fn() -> Result<T, DiskError>) -> Result<T, DiskError> {
+/// Does something with an image as soon as it is free. Processes that other tests start have this one's files open for a
+/// moment, and so the locks of a merge that has ended.
+pub(crate) fn patiently<T>(open: impl Fn() -> Result<T, DiskError>) -> Result<T, DiskError> {
     for _ in 0..100 {
         match open() {
             Err(e) if e.kind() == ErrorKind::InUse => thread::sleep(Duration::from_millis(10)),

@@ -7,7 +7,7 @@ use ferrite_image_tools::{ImageTools, LeafMerge, MergeCopy, NewImage, Stretch};
 use ferrite_simio::SimWorld;
 use ferrite_testkit::images::tools;
 
-use crate::chain::{BYTES, Chain, SMALL, clean, copy, relink};
+use crate::chain::{BYTES, Chain, SMALL, clean, copy, patiently, relink};
 use crate::common::{MIB, dir_in_memory, work};
 use crate::family::{FORMATS, on};
 
@@ -171,7 +171,7 @@ fn merge(
     let directories = world.directories(attic);
     let tools = ImageTools { engine: &|arena| Ok(world.engine(arena)), ..tools(&directories) };
     for (i, step) in STEPS.iter().enumerate().skip(first) {
-        match step(&tools, &stretch(chain, 0)) {
+        match patiently(|| step(&tools, &stretch(chain, 0))) {
             Ok(done) => assert!(done, "step {i}"),
             Err(e) => return Some((i, e)),
         }
