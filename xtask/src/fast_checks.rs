@@ -47,7 +47,7 @@ const HELPER: [&str; 4] = ["ferrite-helper", "ferrite-host", "ferrite-nbd", "fer
 const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 
 /// The backend's tests that move data.
-pub(crate) const DATA: &[&str] = &["data", "limits", "takeover"];
+const DATA: &[&str] = &["data", "takeover"];
 
 /// Runs all checks, the quickest ones first.
 pub(crate) fn run() -> Vec<Outcome> {

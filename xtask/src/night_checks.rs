@@ -61,7 +61,16 @@ pub(crate) fn all_rounds() -> Result<()> {
     let all = |test: &mut Command| {
         test.env("FERRITE_TEST_REQUIRE_PEERS", "1").env("FERRITE_TEST_SCALE", "5");
     };
-    run_each(programs.every("rounds", &all), steps::cpus())
+    let mut runs = programs.every("rounds", &all);
+    // What a guest can use up, by the movers that keep pages mapped. Each commit has that with copies.
+    let [map, persistent] = ["map", "persistent"].map(|mover| {
+        move |test: &mut Command| {
+            test.env("FERRITE_TEST_MOVER", mover);
+        }
+    });
+    runs.extend(programs.some("mover-map", "serve", &["limits"], &map)?);
+    runs.extend(programs.some("mover-persistent", "serve", &["limits"], &persistent)?);
+    run_each(runs, steps::cpus())
 }
 
 /// A disk that is parked a thousand times in each format: 25 times as often as with each commit. It
