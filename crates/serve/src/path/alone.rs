@@ -132,6 +132,7 @@ impl RequestPath {
     /// Tells the gate and the paths that wait for it that this path is idle, if it is. Returns
     /// whether it is.
     pub fn leave_if_idle(&mut self) -> bool {
+        self.settle_tokens();
         self.account.settle();
         let is_idle = self.working() == 0 && !self.alone.running && !self.medium.is_resting();
         if is_idle {

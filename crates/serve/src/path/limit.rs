@@ -6,7 +6,8 @@
 //! passes, and what follows waits for it. A late wake-up loses nothing, as long as it is not later
 //! than the burst.
 //!
-//! All queues of a disk and all its NBD clients share the buckets, without a lock. Requests without
+//! All queues of a disk and all its NBD clients share the buckets, without a lock. Each takes
+//! [tokens for some requests ahead](allowance). Requests without
 //! tokens stay on their ring or in their socket, and nothing of them is under way: a disk is
 //! detached, stopped and parked as fast as without a limit. A ring is served in its order, so a
 //! write waits behind a read that has no tokens.
@@ -22,6 +23,9 @@ use serde::{Deserialize, Serialize};
 
 use super::RequestPath;
 use super::work::{Action, Work};
+use allowance::{Allowance, FREE};
+
+mod allowance;
 
 /// Parts of a nanosecond in which buckets count: rounding must not show in the rate.
 const PARTS: u64 = 16;
@@ -170,6 +174,23 @@ impl FromStr for Limits {
     }
 }
 
+/// The parts of time that tokens take at this rate.
+fn cost(tokens: u64, per_s: u64) -> u64 {
+    match tokens.checked_mul(SECOND) {
+        Some(parts) => parts / per_s,
+        None => {
+            let parts = u128::from(tokens) * u128::from(SECOND) / u128::from(per_s);
+            u64::try_from(parts).unwrap_or(u64::MAX)
+        }
+    }
+}
+
+/// The tokens that these parts of time bring at this rate.
+fn worth(parts: u64, per_s: u64) -> u64 {
+    let tokens = u128::from(parts) * u128::from(per_s) / u128::from(SECOND);
+    u64::try_from(tokens).unwrap_or(u64::MAX)
+}
+
 /// A token bucket.
 #[derive(Debug, Default)]
 struct Bucket {
@@ -198,14 +219,35 @@ impl Bucket {
         let _ = self.paid_at.fetch_update(Relaxed, Relaxed, |at| (at > most).then_some(most));
     }
 
-    fn take(&self, tokens: u64, now: u64) {
+    /// Takes up to `ahead` tokens for requests that are about to begin, after it has paid for those that are `owed`. Gives
+    /// how many, which is at least one if a request may begin.
+    fn take(&self, ahead: u64, owed: u64, now: u64) -> i64 {
         let per_s = self.per_s.load(Relaxed);
-        if per_s == 0 || tokens == 0 {
-            return;
+        if per_s == 0 {
+            return FREE;
         }
-        let cost = tokens.saturating_mul(SECOND) / per_s;
-        let paid = |at: u64| Some(at.max(now).saturating_add(cost));
-        let _ = self.paid_at.fetch_update(Relaxed, Relaxed, paid);
+        let burst = self.burst.load(Relaxed);
+        let (paid, all, mut taken) = (cost(owed, per_s), cost(ahead, per_s), 0);
+        let pay = |at: u64| {
+            let at = at.max(now).saturating_add(paid);
+            taken = match now.saturating_add(burst).checked_sub(at) {
+                None => 0,
+                Some(free) if free >= all => ahead,
+                Some(free) => ahead.min(worth(free, per_s).saturating_add(1)),
+            };
+            Some(at.saturating_add(if taken == ahead { all } else { cost(taken, per_s) }))
+        };
+        let _ = self.paid_at.fetch_update(Relaxed, Relaxed, pay);
+        i64::try_from(taken).unwrap_or(FREE)
+    }
+
+    /// Gives back tokens that no request has taken.
+    fn give_back(&self, tokens: u64) {
+        let per_s = self.per_s.load(Relaxed);
+        if per_s > 0 {
+            let cost = cost(tokens, per_s);
+            let _ = self.paid_at.fetch_update(Relaxed, Relaxed, |at| Some(at.saturating_sub(cost)));
+        }
     }
 
     /// When a request may begin, in parts. `None`: at once.
@@ -324,12 +366,13 @@ impl Limiter {
         })
     }
 
-    fn take(&self, work: &Work, now_ns: u64) {
-        let now = now_ns.saturating_mul(PARTS);
-        for kind in self.of(Counted::of(work.action)) {
-            let tokens = if kind < BYTES_FROM { 1 } else { moved(work) };
-            self.buckets[kind].take(tokens, now);
-        }
+    /// Takes tokens of this limit: see [`Bucket::take`].
+    fn take(&self, kind: usize, ahead: u64, owed: u64, now_ns: u64) -> i64 {
+        self.buckets[kind].take(ahead, owed, now_ns.saturating_mul(PARTS))
+    }
+
+    fn give_back(&self, kind: usize, tokens: u64) {
+        self.buckets[kind].give_back(tokens);
     }
 
     /// When a request of this direction may begin, in nanoseconds. `None`: at once.
@@ -346,6 +389,7 @@ pub(super) struct Limited {
     /// Whether there was a limit at the last look, once a turn.
     is_on: bool,
     held: Option<Held>,
+    allowance: Allowance,
 }
 
 /// A path that waits for tokens.
@@ -386,6 +430,12 @@ impl RequestPath {
         self.limited.is_on = self.limiter().is_on();
     }
 
+    /// Gives back the tokens that the requests of this turn did not need.
+    #[inline]
+    pub(super) fn settle_tokens(&mut self) {
+        self.limited.allowance.settle(&self.shared.device.limiter);
+    }
+
     /// Whether the disk has a limit. Then each request needs [tokens](Self::has_tokens).
     #[inline]
     pub fn is_limited(&self) -> bool {
@@ -395,9 +445,19 @@ impl RequestPath {
     /// Whether a request of this direction may begin by the disk's limits. If not, the path
     /// [takes](Self::is_throttled) none before there are tokens. It is called for paths with a
     /// [limit](Self::is_limited).
+    #[inline]
     pub fn has_tokens(&mut self, counted: Counted, now_ns: u64) -> bool {
-        let changes = self.limiter().changes.load(Acquire);
-        let Some(until_ns) = self.limiter().begins_at(counted, now_ns) else { return true };
+        self.limited.allowance.allows(counted, &self.shared.device.limiter, now_ns)
+            || self.begins_in_spite(counted, now_ns)
+    }
+
+    /// Whether a request may begin for which no tokens are left. If not, the path is held until there are.
+    #[cold]
+    fn begins_in_spite(&mut self, counted: Counted, now_ns: u64) -> bool {
+        let limiter = &self.shared.device.limiter;
+        let changes = limiter.changes.load(Acquire);
+        self.limited.allowance.settle(limiter);
+        let Some(until_ns) = limiter.begins_at(counted, now_ns) else { return true };
         self.limited.held = Some(Held { since_ns: now_ns, until_ns, changes });
         false
     }
@@ -408,9 +468,9 @@ impl RequestPath {
     }
 
     /// Takes the tokens of an admitted request.
-    #[cold]
-    pub(super) fn take_tokens(&self, work: &Work, now_ns: u64) {
-        self.limiter().take(work, now_ns);
+    #[inline]
+    pub(super) fn take_tokens(&mut self, work: &Work, now_ns: u64) {
+        self.limited.allowance.count(work, now_ns);
     }
 
     /// Ends the wait for tokens if it is time, or if the limits were changed or lifted.

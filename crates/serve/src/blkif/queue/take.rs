@@ -113,17 +113,23 @@ impl Queue {
     /// Whether the next request on the ring may begin by the disk's limits. If not, it and those
     /// behind it, `there` in all, wait on the ring. The guest may change the slot after this, so
     /// the tokens are taken for what is admitted.
-    #[cold]
+    #[inline]
     fn has_tokens(&mut self, message: &Message, there: u32, now_ns: u64) -> bool {
-        if self.path.has_tokens(counted(message), now_ns) {
-            return true;
+        let has = self.path.has_tokens(counted(message), now_ns);
+        if !has {
+            self.count_limited(there);
         }
+        has
+    }
+
+    /// Counts the requests that begin to wait for the limit.
+    #[cold]
+    fn count_limited(&mut self, there: u32) {
         let (from, end) = (self.ring.req_cons(), self.ring.req_cons().wrapping_add(there));
         // Requests up to `limited_to` were counted before.
         let begin_to_wait = end.wrapping_sub(self.limited_to).min(end.wrapping_sub(from));
         self.limited_to = end;
         self.path.count_limited(begin_to_wait.into());
-        false
     }
 
     /// Repeats the requests that a predecessor took and did not answer, oldest first, before any

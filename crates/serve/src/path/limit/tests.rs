@@ -14,24 +14,59 @@ fn limiter(limits: Limits) -> Limiter {
     limiter
 }
 
-/// The requests that begin from `from_ns` on within `within_ns`, of a client that always has one.
-/// It is late by up to `late_ns` when it waits.
-fn begun(limiter: &Limiter, work: Work, from_ns: u64, within_ns: u64, late_ns: u64) -> u64 {
-    let (mut now_ns, mut begun, mut late) = (from_ns, 0, 0);
-    while now_ns < from_ns + within_ns {
-        match limiter.begins_at(Counted::of(work.action), now_ns) {
-            None => {
-                limiter.take(&work, now_ns);
-                begun += 1;
-            }
-            Some(at_ns) => {
-                assert!(at_ns > now_ns);
-                late = (late * 5 + 12_347) % (late_ns + 1);
-                now_ns = at_ns + late;
+/// Takes the tokens of a request, as a path does in a turn.
+fn take(limiter: &Limiter, work: &Work, now_ns: u64) {
+    let mut path = Allowance::default();
+    path.count(work, now_ns);
+    path.settle(limiter);
+}
+
+/// A turn of a path that always has requests, at most 32. Gives those that begin, and when the next may. It gives back
+/// what it has left only in its next turn, as if all paths had their turns at the same time.
+fn turn(path: &mut Allowance, limiter: &Limiter, work: Work, now_ns: u64) -> (u64, Option<u64>) {
+    let (counted, mut begun) = (Counted::of(work.action), 0);
+    path.settle(limiter);
+    while begun < 32 {
+        if !path.allows(counted, limiter, now_ns) {
+            path.settle(limiter);
+            if let Some(at_ns) = limiter.begins_at(counted, now_ns) {
+                return (begun, Some(at_ns));
             }
         }
+        path.count(&work, now_ns);
+        begun += 1;
     }
+    (begun, None)
+}
+
+/// The requests that begin from `from_ns` on within `within_ns`, of some paths that always have one.
+/// They are late by up to `late_ns` when they wait.
+fn begun_on(
+    paths: usize,
+    limiter: &Limiter,
+    work: Work,
+    (from_ns, within_ns): (u64, u64),
+    late_ns: u64,
+) -> u64 {
+    let mut paths: Vec<_> = (0..paths).map(|_| (from_ns, Allowance::default())).collect();
+    let (mut begun, mut late) = (0, 0);
+    while let Some((now_ns, path)) = paths.iter_mut().min_by_key(|(now_ns, _)| *now_ns)
+        && *now_ns < from_ns + within_ns
+    {
+        let (some, next) = turn(path, limiter, work, *now_ns);
+        begun += some;
+        if let Some(at_ns) = next {
+            assert!(at_ns > *now_ns);
+            late = (late * 5 + 12_347) % (late_ns + 1);
+            *now_ns = at_ns + late;
+        }
+    }
+    paths.iter_mut().for_each(|(_, path)| path.settle(limiter));
     begun
+}
+
+fn begun(limiter: &Limiter, work: Work, from_ns: u64, within_ns: u64, late_ns: u64) -> u64 {
+    begun_on(1, limiter, work, (from_ns, within_ns), late_ns)
 }
 
 /// Asserts that `n` is `expected`, with two percent of room.
@@ -67,6 +102,17 @@ fn each_limit_is_kept_to_two_percent_in_ten_seconds_also_by_a_client_that_wakes_
 }
 
 #[test]
+fn paths_that_take_at_the_same_time_keep_to_the_limit_together() {
+    let limits = Limits { iops: rate(500), bytes: rate(1 << 20), ..Limits::default() };
+    for late_ns in [0, 30 * 1_000_000] {
+        let limiter = limiter(limits);
+        let seconds = |from: u64, count: u64| (START_NS + from * SECOND_NS, count * SECOND_NS);
+        begun_on(8, &limiter, READ, seconds(0, 1), late_ns);
+        is_near(begun_on(8, &limiter, READ, seconds(1, 10), late_ns), 2560);
+    }
+}
+
+#[test]
 fn after_a_rest_a_burst_passes_and_no_more() {
     let of =
         |burst| limiter(Limits { iops: Some(Rate { per_s: 1000, burst }), ..Limits::default() });
@@ -85,29 +131,29 @@ fn after_a_rest_a_burst_passes_and_no_more() {
 fn directions_have_limits_of_their_own_and_flushes_have_none() {
     let work = |action| Work { action, sector: 0, sectors: 2048 };
     let reads = limiter(Limits { iops_read: rate(1), ..Limits::default() });
-    reads.take(&work(Action::Read), START_NS);
-    reads.take(&work(Action::Status), START_NS);
+    take(&reads, &work(Action::Read), START_NS);
+    take(&reads, &work(Action::Status), START_NS);
     assert!(reads.begins_at(Counted::Read, START_NS).is_some());
     assert_eq!(reads.begins_at(Counted::Write, START_NS), None);
     assert_eq!(reads.begins_at(Counted::Not, START_NS), None);
     let writes = limiter(Limits { iops_write: rate(10), ..Limits::default() });
     for action in [Action::Discard, Action::Zero, Action::FlushThenWrite, Action::Barrier] {
         assert_eq!(Counted::of(action), Counted::Write);
-        writes.take(&work(action), START_NS);
+        take(&writes, &work(action), START_NS);
     }
     // Three tenths of a second are owed beyond the burst.
     let at_ns = writes.begins_at(Counted::Write, START_NS).unwrap();
     assert_eq!((at_ns - START_NS) / 1_000_000, 301);
-    writes.take(&work(Action::Flush), START_NS);
+    take(&writes, &work(Action::Flush), START_NS);
     assert_eq!(writes.begins_at(Counted::Write, START_NS), Some(at_ns));
     assert_eq!(writes.begins_at(Counted::Read, START_NS), None);
     // What moves no bytes needs none.
     let bytes = limiter(Limits { bytes: rate(1 << 20), ..Limits::default() });
     for action in [Action::Discard, Action::Zero, Action::Flush, Action::Status] {
-        bytes.take(&work(action), START_NS);
+        take(&bytes, &work(action), START_NS);
     }
     assert_eq!(bytes.begins_at(Counted::Write, START_NS), None);
-    bytes.take(&work(Action::Write), START_NS);
+    take(&bytes, &work(Action::Write), START_NS);
     assert!(bytes.begins_at(Counted::Read, START_NS).is_some());
 }
 
@@ -115,7 +161,7 @@ fn directions_have_limits_of_their_own_and_flushes_have_none() {
 fn another_limit_holds_from_now_on_and_the_same_one_forgives_nothing() {
     let slow = Limits { iops: rate(1), bytes: rate(1 << 30), ..Limits::default() };
     let limiter = limiter(slow);
-    (0..100).for_each(|_| limiter.take(&READ, START_NS));
+    (0..100).for_each(|_| take(&limiter, &READ, START_NS));
     let at_ns = limiter.begins_at(Counted::Read, START_NS);
     assert!(at_ns.unwrap() > START_NS + 99 * SECOND_NS);
     limiter.set(&slow, START_NS);
@@ -131,7 +177,7 @@ fn another_limit_holds_from_now_on_and_the_same_one_forgives_nothing() {
 #[test]
 fn a_disk_that_is_to_go_has_no_limit_for_a_second_and_not_again_soon() {
     let limiter = limiter(Limits { iops: rate(1), ..Limits::default() });
-    (0..1000).for_each(|_| limiter.take(&READ, START_NS));
+    (0..1000).for_each(|_| take(&limiter, &READ, START_NS));
     let is_held = |after_ns| limiter.begins_at(Counted::Read, START_NS + after_ns).is_some();
     assert!(is_held(0));
     limiter.lift(START_NS);
