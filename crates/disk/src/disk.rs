@@ -145,6 +145,7 @@ impl Disk {
     }
 
     /// Whether the range lies inside the disk. Every range of a guest is checked by this before [`map`](Disk::map).
+    #[inline]
     pub fn contains(&self, offset: u64, len: u64) -> bool {
         offset.checked_add(len).is_some_and(|end| end <= self.sectors() * SECTOR_BYTES)
     }
@@ -222,6 +223,7 @@ impl Disk {
     ///
     /// # Panics
     /// If the range is empty or not inside the disk: callers check first, with [`contains`](Disk::contains).
+    #[inline]
     pub fn map(&self, offset: u64, len: u64) -> Extent {
         assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
         match self {

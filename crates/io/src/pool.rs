@@ -338,6 +338,7 @@ impl QueuePool {
     ///
     /// # Panics
     /// If `bytes` is 0 or more than [`SLAB_BYTES`]: a bug of the caller.
+    #[inline]
     pub fn alloc(&mut self, bytes: usize) -> Option<Buf> {
         assert!((1..=SLAB_BYTES).contains(&bytes), "a buffer of {bytes} bytes");
         let pages = bytes.div_ceil(PAGE_BYTES) as u32;
@@ -347,6 +348,12 @@ impl QueuePool {
                 return Some(buf);
             }
         }
+        self.alloc_in_next(pages)
+    }
+
+    /// A buffer in a slab that this queue takes for it.
+    #[cold]
+    fn alloc_in_next(&mut self, pages: u32) -> Option<Buf> {
         let slab = self.take_slab(pages)?;
         if self.slabs.len() <= slab as usize {
             self.slabs.resize(slab as usize + 1, None);

@@ -92,10 +92,9 @@ impl BackRing {
         let mut slot = Slot::default();
         match self.protocol {
             Protocol::X86_64 => {
-                let words = self.slots.peek_u64s::<{ 112 / 8 }>();
-                for (to, word) in slot.0.chunks_exact_mut(8).zip(words) {
-                    to.copy_from_slice(&word.to_le_bytes());
-                }
+                let (words, _) = slot.0.as_chunks_mut();
+                let words = words.first_chunk_mut::<{ 112 / 8 }>().expect("a slot's words");
+                self.slots.peek_u64s(words);
             }
             Protocol::X86_32 => {
                 let words = self.slots.peek_u32s::<{ 108 / 4 }>();

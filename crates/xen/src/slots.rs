@@ -137,16 +137,19 @@ impl SlotRing {
         }
     }
 
-    /// The first `N` words of 8 bytes of the next request's slot, each read once.
+    /// Copies the first words of 8 bytes of the next request's slot; each is read once. There is no array of them in between,
+    /// which the compiler would keep in memory.
     ///
     /// # Panics
     /// If the slot does not have them, or slots are not multiples of 8 bytes.
     #[inline]
-    pub(crate) fn peek_u64s<const N: usize>(&self) -> [u64; N] {
+    pub(crate) fn peek_u64s<const N: usize>(&self, to: &mut [[u8; 8]; N]) {
         assert!(N * 8 <= self.slot_bytes && self.slot_bytes.is_multiple_of(8));
         let slot = self.slot_ptr(self.req_cons).cast::<u64>();
-        // SAFETY: inside a slot, which is inside the mapping; 64 + a multiple of 8 is aligned.
-        std::array::from_fn(|i| unsafe { slot.add(i).read_volatile() })
+        for (i, to) in to.iter_mut().enumerate() {
+            // SAFETY: inside a slot, which is inside the mapping; 64 + a multiple of 8 is aligned.
+            *to = unsafe { slot.add(i).read_volatile() }.to_le_bytes();
+        }
     }
 
     /// The first `N` words of 4 bytes of the next request's slot, each read once.

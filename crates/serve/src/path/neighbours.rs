@@ -43,6 +43,7 @@ pub(super) struct Neighbours {
 
 impl Neighbours {
     /// Adds a request of the sweep.
+    #[inline]
     pub(super) fn add(&mut self, entry: u16, write: bool, layout: &Layout) {
         let key = layout.offset | if write { WRITE } else { 0 };
         // A request is at most 1 MiB.

@@ -298,6 +298,8 @@ pub(super) struct Medium {
     mapping: Option<Mark>,
     /// Whether data that were read are checked.
     pub(super) has_checks: bool,
+    /// Whether a lookup in the disk's metadata can miss memory.
+    pub(super) has_metadata: bool,
     /// Bytes of the disk's blocks.
     pub(super) block_bytes: usize,
     /// Whether the path rests and has no disk.
@@ -315,8 +317,16 @@ impl Medium {
             backings.map(|b| reactor.add(b, &scratch)).collect::<io::Result<_>>()?;
         let port = Port { io: reactor.io(), files: files.into(), scratch };
         let block_bytes = disk.block_bytes() as usize;
-        let (reader, has_checks) = (disk.reader(), disk.has_checks());
-        Ok(Medium { disk, port, reader, mapping: None, has_checks, block_bytes, resting: false })
+        Ok(Medium {
+            reader: disk.reader(),
+            has_checks: disk.has_checks(),
+            has_metadata: disk.has_metadata(),
+            disk,
+            port,
+            mapping: None,
+            block_bytes,
+            resting: false,
+        })
     }
 
     pub(super) fn is_resting(&self) -> bool {

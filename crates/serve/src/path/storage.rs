@@ -18,6 +18,7 @@ use crate::log_limit::limited;
 use crate::trace::Metadata;
 
 /// The place of the beginning of a range for a read or write.
+#[inline]
 fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
     match transfer {
         Transfer::Read => disk.map(offset, len),
@@ -100,7 +101,7 @@ impl RequestPath {
         }
         let all = layout.blocks.len() as u64;
         let extent = find(disk, layout.offset, all, transfer);
-        if disk.has_metadata() && (transfer == Transfer::Read || disk.reserves()) {
+        if self.medium.has_metadata && (transfer == Transfer::Read || disk.reserves()) {
             let counters = self.account.counters();
             flight.record.metadata = match extent {
                 Extent::Slow { .. } => {
@@ -266,6 +267,7 @@ impl RequestPath {
     }
 
     /// Ends a request whose data are all in place.
+    #[inline]
     pub(super) fn data_done(&mut self, ticket: Ticket, now_ns: u64) {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
