@@ -225,15 +225,38 @@ impl Disk {
     /// If the range is empty or not inside the disk: callers check first, with [`contains`](Disk::contains).
     #[inline]
     pub fn map(&self, offset: u64, len: u64) -> Extent {
-        assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
+        // One look at the kind for both the size and the place.
+        let check = |sectors: u64| {
+            let end =
+                offset.checked_add(len).filter(|end| len > 0 && *end <= sectors * SECTOR_BYTES);
+            assert!(end.is_some(), "unchecked range {offset}+{len}");
+        };
         match self {
-            Disk::Raw(d) => d.map(offset, len),
-            Disk::Image(d) => d.map(offset, len),
+            Disk::Raw(d) => {
+                check(d.sectors());
+                d.map(offset, len)
+            }
+            Disk::Image(d) => {
+                check(d.sectors());
+                d.map(offset, len)
+            }
+            Disk::Null(d) => {
+                check(d.sectors());
+                Extent::Zeros { len }
+            }
+            Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Mirror(_) => {
+                check(self.sectors());
+                self.map_others(offset, len)
+            }
+        }
+    }
+
+    fn map_others(&self, offset: u64, len: u64) -> Extent {
+        match self {
             Disk::Store(d) => d.map(offset, len),
-            Disk::Elsewhere(_) => Extent::Slow { len },
             Disk::Remote(d) => d.map(offset, len),
             Disk::Mirror(d) => d.source().map(offset, len),
-            Disk::Null(_) => Extent::Zeros { len },
+            _ => Extent::Slow { len },
         }
     }
 

@@ -96,14 +96,18 @@ impl BackRing {
                 let words = words.first_chunk_mut::<{ 112 / 8 }>().expect("a slot's words");
                 self.slots.peek_u64s(words);
             }
-            Protocol::X86_32 => {
-                let words = self.slots.peek_u32s::<{ 108 / 4 }>();
-                for (to, word) in slot.0.chunks_exact_mut(4).zip(words) {
-                    to.copy_from_slice(&word.to_le_bytes());
-                }
-            }
+            Protocol::X86_32 => self.peek_halves(&mut slot),
         }
         slot
+    }
+
+    /// A call of its own: beside the words of 8 bytes the compiler would split those, and put them together again.
+    #[inline(never)]
+    fn peek_halves(&self, slot: &mut Slot) {
+        let words = self.slots.peek_u32s::<{ 108 / 4 }>();
+        for (to, word) in slot.0.chunks_exact_mut(4).zip(words) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
     }
 
     /// Takes the request that [`peek`](Self::peek) showed. Its slot may from now on be

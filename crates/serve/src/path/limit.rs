@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use super::RequestPath;
 use super::work::{Action, Work};
-use allowance::{Allowance, FREE};
+use allowance::Allowance;
 
 mod allowance;
 
@@ -54,6 +54,8 @@ pub const NAMES: [&str; KINDS] =
 /// The limits that count a read, and those that count a write: bit N is that of [`NAMES`]'s N.
 const OF_READS: u8 = 0b01_1011;
 const OF_WRITES: u8 = 0b10_1101;
+/// Tokens of a limit that is not set: more than a path takes in its life.
+const FREE: i64 = i64::MAX;
 /// The first limit of bytes.
 const BYTES_FROM: usize = 3;
 
