@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 
+mod direct;
 mod identity;
 pub mod lun;
 #[cfg(any(test, feature = "testing"))]
@@ -26,6 +27,7 @@ mod scsi;
 #[cfg(test)]
 mod tests;
 
+pub use direct::{Direct, find, name};
 use lun::Lun;
 use record::FileRecord;
 pub use rules::{Held, Refusal, Status};
@@ -91,6 +93,15 @@ pub fn open_alone(lun: &Path) -> rustix::io::Result<OwnedFd> {
 /// See [`Refusal`]; the LUN has the reservation of before, or none.
 pub fn steal(file: BorrowedFd<'_>, terms: &Terms) -> Result<Option<u64>, Refusal> {
     with(file, &terms.records, |lun, record| rules::steal(lun, record, terms.weak))
+}
+
+/// Takes the reservation of an open LUN for this host, whichever host has it. Who may do so is decided elsewhere, as by a
+/// pool's record. It waits for the LUN.
+///
+/// # Errors
+/// See [`Refusal`].
+pub fn seize(file: BorrowedFd<'_>, terms: &Terms) -> Result<Held, Refusal> {
+    with(file, &terms.records, |lun, record| rules::seize(lun, record, terms.weak))
 }
 
 /// What the LUN says of its reservation.

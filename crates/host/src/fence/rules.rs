@@ -297,6 +297,17 @@ pub(super) fn steal(
     }
 }
 
+/// See [`super::seize`].
+pub(super) fn seize(lun: &dyn Lun, record: &dyn Record, weak: bool) -> Result<Held, Refusal> {
+    match take(lun, record, weak) {
+        Err(Refusal::InUse(_)) => {}
+        Err(Refusal::Taken(_)) => set(record, &[], false)?,
+        done => return done,
+    }
+    steal(lun, record, weak)?;
+    take(lun, record, weak)
+}
+
 /// See [`super::status`].
 pub(super) fn status(lun: &dyn Lun, record: &dyn Record) -> Result<Status, Refusal> {
     Ok(Status {
