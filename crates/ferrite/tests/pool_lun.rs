@@ -210,7 +210,7 @@ fn nothing_of_an_owner_that_was_stopped_lands_on_the_lun_behind_its_successor() 
     }
     let data = pattern(16 * MIB, 9);
     let file = write_file(world.pool.dir.path(), "other", &data);
-    let said = world.refused(B, &["image", "convert", "-n", &file, "pool:lab/web1"]);
+    let said = world.refused(B, &["image", "convert", "-n", &file, "pool:lab/web1?reconnect_s=1"]);
     assert!(said.contains("in use by another host"), "{said}");
     world.ok(B, &["pool", "steal", "lab/web1"]);
     // This one has ended when the old one goes on.
@@ -271,7 +271,7 @@ fn a_lun_that_cannot_be_used_is_refused_with_what_to_do() {
     // Another LUN has come in its place.
     world.ok(A, &["pool", "create", "lab/web1", "1M", "--replicas", "1", "--on", "san1"]);
     fs::write(world.lun(), vec![7; 8 * MIB]).unwrap();
-    let other = world.refused(A, &["image", "info", "pool:lab/web1"]);
+    let other = world.refused(A, &["image", "info", "pool:lab/web1?reconnect_s=1"]);
     assert!(other.contains("does not say that it is this pool's"), "{other}");
     assert_eq!(world.at(0, 8 * MIB), vec![7; 8 * MIB], "what is not the pool's is not written");
     world.ok(A, &["pool", "delete", "lab/web1", "--force"]);

@@ -112,6 +112,7 @@ fn listen(
     listener.set_nonblocking(true).map_err(failed)?;
     println!("ready: {}", path.display());
     let links = Links::new(disk);
+    let _ = links.follow_size(SIZE_EVERY);
     loop {
         let (stop, socket) = (stop.fd(), listener.as_fd());
         let mut polled = [stop, socket].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
