@@ -211,24 +211,21 @@ fn the_files_of_a_disk_that_is_gone_go_and_its_name_is_free() {
         of("a") + of("b")
     };
     let none = files();
-    for seed in [1, 2] {
-        let name = pool.create("web1", "1M", &[]);
-        let file = write_file(pool.dir.path(), "first", &pattern(MIB, seed));
-        pool.ok(&["image", "convert", "-n", &file, &name]);
-        assert_eq!(files(), none + 4);
-        pool.ok(&["pool", "delete", "lab/web1"]);
-        // Its name is free, whether the servers have seen that or not.
-        let again = pool.create("web1", "1M", &[]);
-        pool.ok(&["image", "convert", "-n", &file, &again]);
-        pool.ok(&["pool", "delete", "lab/web1"]);
-        wait_until("the files", || files() == none);
-        wait_until("their list's end", || {
-            !pool.ok(&["pool", "status", "lab"]).contains("not needed")
-        });
-    }
+    let file = write_file(pool.dir.path(), "first", &pattern(MIB, 1));
+    let name = pool.create("web1", "1M", &[]);
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    assert_eq!(files(), none + 4);
+    pool.ok(&["pool", "delete", "lab/web1"]);
+    // Its name is free, whether the servers have seen that or not.
+    let again = pool.create("web1", "1M", &[]);
+    pool.ok(&["image", "convert", "-n", &file, &again]);
+    pool.ok(&["pool", "delete", "lab/web1"]);
+    wait_until("the files", || files() == none);
+    wait_until("their list's end", || !pool.ok(&["pool", "status", "lab"]).contains("not needed"));
 }
 
 #[test]
+#[ignore = "nightly: a lease ends"]
 fn the_doctor_says_which_copies_are_missing() {
     let Some(mut pool) = Pool::start(&["a", "b"]) else { return };
     let name = pool.create("web1", "1M", &[]);
@@ -247,4 +244,26 @@ fn the_doctor_says_which_copies_are_missing() {
     wait_until("the end of the lease", || said(&pool).contains("the server b has copies"));
     pool.etcd.kill(0);
     assert!(said(&pool).contains("etcd"), "{}", said(&pool));
+}
+
+#[test]
+fn copies_are_filled_without_a_user_of_the_disk() {
+    let Some(mut pool) = Pool::start(&["a", "b"]) else { return };
+    let name = pool.create("web1", "4M", &[]);
+    let data = pattern(4 * MIB, 5);
+    let file = write_file(pool.dir.path(), "first", &data);
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    pool.serve("c");
+    pool.ok(&["pool", "replace", "lab/web1", "b", "--by", "c"]);
+    let said = pool.ok(&["pool", "repair", "lab/web1"]);
+    assert!(said.contains("c web1-0-2-") && !said.contains("replaced"), "{said}");
+    assert!(pool.copy("c") == data, "the new copy has something else");
+    assert!(said.contains("no owner"), "{said}");
+    // Nothing is to be done.
+    pool.ok(&["pool", "repair", "lab/web1"]);
+    pool.kill("c");
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    let mut repair = pool.ferrite(&["pool", "repair", "lab/web1"]).spawn().unwrap();
+    pool.serve("c");
+    assert!(repair.wait().unwrap().success());
 }

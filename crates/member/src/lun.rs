@@ -82,6 +82,10 @@ impl OpenLun {
 
     /// Fails unless it is this host's still.
     pub(crate) fn confirm(&self) -> io::Result<()> {
+        if self.has_failed() {
+            // All copies let it go, and it is opened anew.
+            return Err(io::Error::other("the LUN has failed"));
+        }
         let is_held = self.device.is_held(self.key.load(Ordering::Acquire));
         self.seen(is_held.and_then(|is_held| match is_held {
             true => Ok(()),

@@ -60,6 +60,8 @@ pub(crate) enum PoolCommand {
     Delete(DeleteArgs),
     /// Have another server get the copies of a disk that a server has.
     Replace(ReplaceArgs),
+    /// Fill copies that are new or have missed something, and wait until all are in sync.
+    Repair(DiskArg),
     /// Give a server no new copies, and have others get those that it has.
     Drain(DrainArgs),
     /// Serve the copies in a folder to the hosts of a pool, in the foreground, until a signal comes.
@@ -86,6 +88,7 @@ impl PoolCommand {
             PoolCommand::Resize(of) => &of.disk.pool,
             PoolCommand::Delete(of) => &of.disk.pool,
             PoolCommand::Replace(of) => &of.disk.pool,
+            PoolCommand::Repair(of) => &of.disk.pool,
             PoolCommand::Drain(of) => &of.pool,
             PoolCommand::AddLun(of) => &of.pool,
             PoolCommand::RemoveLun(of) => &of.pool,

@@ -13,6 +13,7 @@ pub(crate) mod args;
 pub(crate) mod health;
 mod luns;
 mod own;
+mod repair;
 mod serve;
 mod settings;
 mod status;
@@ -58,6 +59,7 @@ pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
         PoolCommand::Drain(drain) => drain_server(args, drain, &say),
         PoolCommand::Own(own) => own::run(args, own),
         PoolCommand::Serve(server) => serve::run(args, server),
+        PoolCommand::Repair(of) => repair::run(args, &of.disk, &say),
         PoolCommand::AddLun(lun) => luns::add(&access(args, &lun.pool)?, lun),
         PoolCommand::RemoveLun(lun) => luns::remove(&access(args, &lun.pool)?, lun),
         PoolCommand::Steal(of) => {

@@ -109,6 +109,18 @@ impl Status {
     }
 }
 
+impl DiskStatus {
+    /// The servers and LUNs whose copies are not in sync, or wait to be replaced.
+    pub(super) fn not_in_sync(&self) -> Vec<String> {
+        let copies = self.sets.iter().flat_map(|set| &set.copies);
+        let missing = copies.filter(|copy| copy.state != "in_sync" || copy.leaves);
+        let mut names: Vec<String> = missing.map(|copy| copy.server.clone()).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
 impl Status {
     /// The servers that have copies and do not announce themselves.
     pub(super) fn silent(&self) -> impl Iterator<Item = &str> {
