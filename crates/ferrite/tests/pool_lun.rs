@@ -220,9 +220,15 @@ fn nothing_of_an_owner_that_was_stopped_lands_on_the_lun_behind_its_successor() 
         assert_eq!(client.reply().error, IO);
     }
     assert!(world.at(DATA, 16 * MIB) == data, "a write of an old owner");
-    // The first host may have it again.
+    // The first host may have it again. Then it is taken from it while it does nothing: it reads nothing that its successor does
+    // not know of.
     drop((client, export));
-    world.ok(A, &["image", "compare", &file, "pool:lab/web1"]);
+    let export = world.export(A, "pool:lab/web1?reconnect_s=1");
+    let mut client = export.client();
+    assert!(client.read(0, MIB as u32) == data[..MIB]);
+    world.ok(B, &["pool", "steal", "lab/web1"]);
+    world.ok(B, &["image", "compare", &file, "pool:lab/web1"]);
+    assert_eq!(client.call(command::READ, 0, 0, 4096, &[]).error, IO);
 }
 
 #[test]

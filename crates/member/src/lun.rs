@@ -6,19 +6,21 @@
 //!
 //! The LUN stays reserved when its owner has ended, until the next one seizes it. What differs:
 //! * R1: `Open` looks at the stored generation, seizes the LUN, and looks again. Nothing that older owners have sent is executed
-//!   afterwards: their registrations are preempted, and their commands aborted.
+//!   afterwards: their registrations are preempted, and their commands aborted. An owner of another host has no server that would end
+//!   its session: it may answer reads as long as it relies on its last confirmation, and so long `Open` waits.
 //! * R5: a session is confirmed by the LUN, which is asked who has it reserved.
 //! * R10: each write is on the LUN's medium when it is answered, so no memory is lost with a host or a target.
 
 use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use ferrite_host::fence::{self, Direct, Refusal, Terms};
 use ferrite_pool::wire::{BLOCK_BYTES, Extent, RANGE_UNIT, range_bytes, region_bytes};
-use ferrite_pool::{Generation, Region, Stored};
+use ferrite_pool::{DRIFT, Generation, Region, Stored, TRUST};
 use rustix::io::Errno;
 
 use crate::Fault;
@@ -65,6 +67,8 @@ pub(crate) struct OpenLun {
     has_failed: AtomicBool,
     /// The key by which it is reserved. 0: it is not yet.
     key: AtomicU64,
+    /// Until then the owner of another host may answer reads.
+    alone_from: Mutex<Option<Instant>>,
 }
 
 impl OpenLun {
@@ -149,7 +153,8 @@ impl LunStore {
             return Err(Fault::new(&what, why, help).with(Errno::STALE));
         }
         let (has_failed, key) = (AtomicBool::new(false), AtomicU64::new(0));
-        let held = Arc::new(OpenLun { device: opened, has_failed, key });
+        let alone_from = Mutex::new(None);
+        let held = Arc::new(OpenLun { device: opened, has_failed, key, alone_from });
         Ok(LunStore { name: name.clone(), held, terms, ranges: HashMap::new() })
     }
 
@@ -232,6 +237,7 @@ impl LunStore {
             return Ok(Opened::Refused(look()?.stored.generation));
         }
         self.seize(&what)?;
+        self.wait_for_readers();
         let slot = look()?;
         if slot.stored.generation > generation {
             return Ok(Opened::Refused(slot.stored.generation));
@@ -274,8 +280,20 @@ impl LunStore {
         }
         let seized = fence::seize(held.device.as_fd(), &self.terms);
         let seized = seized.map_err(|e| unreserved(what, &self.name.server, &e))?;
-        held.key.store(seized.key, Ordering::Release);
+        if !seized.was_ours {
+            let from = Instant::now() + TRUST + DRIFT;
+            *held.alone_from.lock().unwrap_or_else(PoisonError::into_inner) = Some(from);
+        }
+        held.key.store(seized.held.key, Ordering::Release);
         Ok(())
+    }
+
+    /// Waits until the owner of another host answers no read any more: it had the LUN confirmed before it was seized.
+    fn wait_for_readers(&self) {
+        let from = *self.held.alone_from.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(wait) = from.and_then(|from| from.checked_duration_since(Instant::now())) {
+            std::thread::sleep(wait);
+        }
     }
 }
 

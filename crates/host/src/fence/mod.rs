@@ -30,7 +30,7 @@ mod tests;
 pub use direct::{Direct, find, name};
 use lun::Lun;
 use record::FileRecord;
-pub use rules::{Held, Refusal, Status};
+pub use rules::{Held, Refusal, Seized, Status};
 
 /// The folder of records, if the host's configuration names no other.
 pub const RECORDS: &str = "/var/lib/ferrite/fences";
@@ -100,7 +100,7 @@ pub fn steal(file: BorrowedFd<'_>, terms: &Terms) -> Result<Option<u64>, Refusal
 ///
 /// # Errors
 /// See [`Refusal`].
-pub fn seize(file: BorrowedFd<'_>, terms: &Terms) -> Result<Held, Refusal> {
+pub fn seize(file: BorrowedFd<'_>, terms: &Terms) -> Result<Seized, Refusal> {
     with(file, &terms.records, |lun, record| rules::seize(lun, record, terms.weak))
 }
 

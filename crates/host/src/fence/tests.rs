@@ -166,7 +166,7 @@ impl World {
         stolen
     }
 
-    fn seize(&self, host: usize) -> Result<rules::Held, Refusal> {
+    fn seize(&self, host: usize) -> Result<rules::Seized, Refusal> {
         let seized = rules::seize(&At(self, host), &self.hosts[host], false);
         self.note(format!("{host} seizes: {seized:?}"));
         self.hosts[host].writes.set(seized.is_ok());
@@ -269,14 +269,17 @@ fn another_host_is_refused_until_it_steals_and_then_no_write_of_the_first_is_exe
 #[test]
 fn who_may_have_a_lun_whoever_has_it_shuts_all_others_out_each_time() {
     let world = two();
+    let mut last = None;
     for host in [0, 1, 0, 0, 1] {
-        let key = world.seize(host).unwrap().key;
-        assert_eq!(world.lun.borrow().keys(), [key]);
+        let seized = world.seize(host).unwrap();
+        assert_eq!(seized.was_ours, last == Some(host));
+        assert_eq!(world.lun.borrow().keys(), [seized.held.key]);
         assert!(!world.lun.borrow().executes_write(world.hosts[1 - host].port.get()));
+        last = Some(host);
     }
     // It was another host's, and nobody has it now.
     world.release(1).unwrap();
-    world.seize(0).unwrap();
+    assert!(!world.seize(0).unwrap().was_ours);
 }
 
 #[test]
