@@ -233,8 +233,9 @@ impl LunStore {
             }
         };
         // Before, so that an owner of the past takes nothing from the present one.
-        if look()?.stored.generation > generation {
-            return Ok(Opened::Refused(look()?.stored.generation));
+        let before = look()?.stored.generation;
+        if before > generation {
+            return Ok(Opened::Refused(before));
         }
         self.seize(&what)?;
         self.wait_for_readers();
