@@ -96,7 +96,7 @@ pub fn steal(file: BorrowedFd<'_>, terms: &Terms) -> Result<Option<u64>, Refusal
 }
 
 /// Takes the reservation of an open LUN for this host, whichever host has it. Who may do so is decided elsewhere, as by a
-/// pool's record. It waits for the LUN.
+/// pool's record. Nothing else of this host may write to the LUN, which is opened exclusively for that. It waits for the LUN.
 ///
 /// # Errors
 /// See [`Refusal`].

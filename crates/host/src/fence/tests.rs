@@ -167,6 +167,8 @@ impl World {
     }
 
     fn seize(&self, host: usize) -> Result<rules::Seized, Refusal> {
+        // Who seizes it has it open alone on its host, so what was there before has ended.
+        self.hosts[host].writes.set(false);
         let seized = rules::seize(&At(self, host), &self.hosts[host], false);
         self.note(format!("{host} seizes: {seized:?}"));
         self.hosts[host].writes.set(seized.is_ok());
