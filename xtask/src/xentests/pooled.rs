@@ -74,6 +74,6 @@ pub(crate) fn until_whole(bench: &mut Bench<'_>) -> Result<()> {
 /// Ends all of it.
 pub(crate) fn stop(bench: &mut Bench<'_>) -> Result<()> {
     let end = "for p in /tmp/server-*.pid; do kill -TERM $(cat $p) 2>/dev/null; done
-               kill -KILL $(pgrep -x etcd); rm -rf /lab/etcd /lab/server-* /lab/pool.json /tmp/server-*";
+               kill -KILL $(pgrep -x etcd); rm -rf /lab/etcd /lab/server-* /lab/pool.json /tmp/server-* /run/ferrite/pool";
     bench.xenhost.dom0(end, 60).map(drop)
 }
