@@ -147,6 +147,7 @@ impl Drop for Export {
 }
 
 #[test]
+#[ignore = "nightly: a server leaves and returns"]
 fn a_disk_has_a_copy_on_a_lun_and_one_on_a_server_and_either_may_go() {
     let Some(mut world) = World::new(&["a"], true) else { return };
     world.add_lun();
