@@ -112,7 +112,7 @@ impl Access {
             let files = disk.copies().filter(|(_, copy)| copy.start.is_none());
             let removed = files.map(|(_, copy)| Removed::from(copy.clone()));
             let removed: Vec<Removed> = removed.collect();
-            let others = others.put(&state.removed_key(), json(&removed));
+            let others = listed(state, others, &removed);
             Ok(Ok(decided(state, others, ())))
         })
     }
@@ -180,8 +180,8 @@ impl Access {
             let removed = is_file.then_some(Removed::from(gone));
             let removed: Vec<Removed> = removed.into_iter().collect();
             let others = Transaction::when(&state.record_key(name, set), record.revision)
-                .put(&state.disk_key(name), json(&disk))
-                .put(&state.removed_key(), json(&removed));
+                .put(&state.disk_key(name), json(&disk));
+            let others = listed(state, others, &removed);
             Ok(Ok(decided(state, others, true)))
         })
     }
@@ -345,8 +345,8 @@ impl Wanted<'_> {
             };
             others = others.put(&key, json(&stored));
             let files = gone.into_iter().filter(|copy| copy.start.is_none());
-            let removed = files.map(Removed::from);
-            others = others.put(&state.removed_key(), json(&removed.collect::<Vec<_>>()));
+            let removed: Vec<Removed> = files.map(Removed::from).collect();
+            others = listed(state, others, &removed);
         } else {
             let mut leaving = set.copies.iter_mut().filter(|copy| copy.server == self.server);
             leaving.by_ref().for_each(|copy| copy.leaves = true);
@@ -354,6 +354,14 @@ impl Wanted<'_> {
         }
         let (disk, from) = (self.disk.to_owned(), self.server.to_owned());
         Ok((Replaced { disk, set: self.set, from, to, done: is_new }, others))
+    }
+}
+
+/// Lists files that are not needed any more.
+fn listed(state: &State, others: Transaction, removed: &[Removed]) -> Transaction {
+    match removed.is_empty() {
+        true => others,
+        false => others.put(&state.removed_key(), json(&removed)),
     }
 }
 
