@@ -3,7 +3,7 @@
 use crate::dist::{self, Squeeze};
 use crate::outcome::{self, Outcome, summary};
 use crate::programs::Programs;
-use crate::xentests::{self, Tests};
+use crate::xentests::{self, Tests, pooled};
 use crate::{fast_checks, needs};
 use anyhow::{Context, Result};
 use ferrite_xenhost::Program;
@@ -78,7 +78,7 @@ fn programs_of_the_host(as_shipped: bool) -> Result<Vec<Program>> {
     };
     let package = pack(&ferrite)?;
     let on_xen = Program { name: "on_xen", file: programs.test_file("xen", "on_xen")? };
-    Ok(vec![package, on_xen])
+    Ok([package, on_xen].into_iter().chain(pooled::etcd()).collect())
 }
 
 /// Builds the package for hosts, with the program as tests run it.

@@ -17,11 +17,12 @@ use ferrite_xenhost::qemu::Processor;
 use ferrite_xenhost::root::{self, Suite};
 use ferrite_xenhost::steps::{self, step};
 
-use crate::xentests::Bench;
 use crate::xentests::guests::{begin_verifying, migrate, stop_verifying};
+use crate::xentests::{Bench, pooled};
 use crate::{checks, needs};
 
 mod moved_disk;
+mod pooled_disk;
 
 /// The store of the guests that share data, with one volume.
 const STORE: &str = "/lab/demo.store";
@@ -63,7 +64,8 @@ const MORE: &str = "\
   5. A PVH guest on a qcow2 migrates to this same host while it writes and verifies.
   6. The disk of a running guest, a volume of a store, is cloned; the clone boots a guest of its own.
   7. An HVM guest boots from a raw image by its firmware, and its worker is killed.
-  8. The disk of a running guest moves to a second daemon by TLS while the guest writes and verifies.";
+  8. The disk of a running guest moves to a second daemon by TLS while the guest writes and verifies.
+  9. A guest's disk is on two servers of a pool; one of them is killed while the guest writes and verifies.";
 
 /// Runs the demonstration; its last line is PASS or FAIL.
 pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
@@ -73,6 +75,9 @@ pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
     }
     println!();
     packages::ensure(&[packages::XEN_HOST, needs::DIST])?;
+    if arguments.all {
+        packages::ensure(&[needs::ETCD])?;
+    }
     let (root, package) = std::thread::scope(|scope| {
         let root = scope.spawn(|| root::ensure(Suite::by_name("trixie")?));
         let package = checks::build_package();
@@ -81,7 +86,9 @@ pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
     let (root, package) = (root?, package?);
     // Only a host with this processor has PVH and HVM guests.
     let processor = if arguments.all { Processor::Amd } else { Processor::Plain };
-    let mut xenhost = XenHost::boot_on(processor, &root, &[package])?;
+    let etcd = arguments.all.then(pooled::etcd).flatten();
+    let programs: Vec<_> = std::iter::once(package).chain(etcd).collect();
+    let mut xenhost = XenHost::boot_on(processor, &root, &programs)?;
     let result = demonstrate(&mut xenhost, arguments.all);
     println!();
     match result {
@@ -129,7 +136,8 @@ fn demonstrate(xenhost: &mut XenHost, all: bool) -> Result<Shown> {
     let bench = &mut Bench::new(xenhost, Backend::Ferrite);
     if all {
         moved_disk::prepare(bench)?;
-        bench.start_daemon_with(moved_disk::TABLES)?;
+        let tables = [moved_disk::TABLES, pooled::TABLE].concat();
+        bench.start_daemon_with(&tables)?;
     } else {
         bench.start_daemon()?;
     }
@@ -141,6 +149,7 @@ fn demonstrate(xenhost: &mut XenHost, all: bool) -> Result<Shown> {
         cloned(bench, &mut shown)?;
         with_firmware(bench, &mut shown)?;
         moved_disk::show(bench, &mut shown)?;
+        pooled_disk::show(bench, &mut shown)?;
     }
     Ok(shown)
 }

@@ -22,6 +22,9 @@ pub(crate) const CHECKS: &[Need] = &[
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
+/// etcd, for pools in the Xen host.
+pub(crate) const ETCD: &[Need] = &[("etcd", "etcd-server")];
+
 /// The programs of LVM.
 pub(crate) const LVM: &[Need] = &[("lvm", "lvm2")];
 

@@ -172,7 +172,8 @@ pub(crate) fn pool() -> Result<()> {
     test.args(["--include-ignored", "--test-threads", "1", "--nocapture"]);
     steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))?;
     let mut recipe = cargo();
-    recipe.args(["test", "--locked", "--package", "ferrite", "--test", "pool_recipe"]);
+    recipe.args(["test", "--locked", "--package", "ferrite"]);
+    recipe.args(["--test", "pool_recipe", "--test", "pool_lun", "--test", "pool_disk"]);
     steps::run(recipe.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 

@@ -220,6 +220,10 @@ fn job_of<'a>(jobs: &'a [Job], disk: &Disk) -> Option<&'a Job> {
     jobs.iter().find(|job| job.disk == disk.disk)
 }
 
+/// Said of each disk with `fence = "weak-reservation"`, each time.
+const WEAK: &str =
+    "WEAK: its LUN's target forgets reservations; two hosts may write when it has started again";
+
 /// One line per disk, one for its job, and one for the reason if it has failed.
 fn table(disks: &[Disk], jobs: &[Job], names: &Names) -> String {
     let titles = ["DISK", "NAME", "PHASE", "FOR", "PID", "FORMAT", "IMAGE"];
@@ -247,7 +251,8 @@ fn table(disks: &[Disk], jobs: &[Job], names: &Names) -> String {
         let paused = disk.paused.as_ref().map(|paused| pause::note(disk, paused));
         let job = job_of(jobs, disk).map(job::note);
         let hangs = disk.hangs.as_ref().map(hanging);
-        let notes = [disk.full.as_ref().map(space), hangs, paused, job, disk.why.clone()];
+        let weak = disk.weak.then(|| WEAK.to_owned());
+        let notes = [disk.full.as_ref().map(space), hangs, weak, paused, job, disk.why.clone()];
         for note in notes.iter().flatten() {
             text += &format!("    {}\n", one_line(note));
         }
@@ -375,6 +380,7 @@ mod tests {
             starts: 1,
             full: None,
             hangs: None,
+            weak: false,
             paused: None,
             guest: None,
             why: why.map(str::to_owned),
@@ -399,6 +405,8 @@ mod tests {
         let text = table(&[Disk { hangs, ..disk(1, None) }], &[]);
         let note = "    its storage does not answer: 1 request waits, for 0s\n";
         assert!(text.ends_with(note), "{text}");
+        let text = table(&[Disk { weak: true, ..disk(1, None) }], &[]);
+        assert!(text.contains("\n    WEAK: "), "{text}");
         assert_eq!(table(&[], &[]), "DISK  NAME  PHASE  FOR  PID  FORMAT  IMAGE\n");
     }
 

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use ferrite_daemon::config::{Config, DiskOptions, PATH};
+use ferrite_daemon::config::{CONFIGURED_BY, Config, DiskOptions, PATH};
 use ferrite_disk::Fencing;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
@@ -15,6 +15,7 @@ use crate::disk::pause::{PausedDisk, paused_disks};
 use crate::exit::Failure;
 use crate::guests::Names;
 use crate::plain::one_line;
+use crate::pool::health::{self, Finding};
 
 mod kernel;
 mod network;
@@ -125,6 +126,18 @@ fn weak_fences(config: &Config) -> Vec<Check> {
     config.images.iter().filter_map(weak).collect()
 }
 
+/// The pools of servers that the configuration names.
+fn pools(config: &Config) -> Vec<Check> {
+    let check = |Finding { is_good, found, means }| Check {
+        area: "disks",
+        name: "pool",
+        state: if is_good { State::Ok } else { State::Warn },
+        found: one_line(&found).into_owned(),
+        means: one_line(&means).into_owned(),
+    };
+    health::of_configured(config).into_iter().map(check).collect()
+}
+
 fn examine(run: &Path) -> Report {
     let chosen = EngineChoice::Auto.decide().ok().map(|chosen| chosen.kind);
     let mut checks = kernel::checks(chosen);
@@ -133,7 +146,11 @@ fn examine(run: &Path) -> Report {
     checks.extend(paused(run, &names));
     checks.extend(network::checks(run, &names));
     checks.extend(left_backups(run));
-    checks.extend(Config::load(Path::new(PATH), false).iter().flat_map(weak_fences));
+    let named = std::env::var_os(CONFIGURED_BY).map(PathBuf::from);
+    let file = named.clone().unwrap_or_else(|| PATH.into());
+    let config = Config::load(&file, named.is_some());
+    checks.extend(config.iter().flat_map(weak_fences));
+    checks.extend(config.iter().flat_map(pools));
     let none_missing = |names: &[&str]| {
         names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
     };

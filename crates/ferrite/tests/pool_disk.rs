@@ -169,3 +169,103 @@ fn a_disk_that_cannot_be_opened_is_refused_with_what_to_do() {
     let said = pool.refused(&["image", "resize", "pool:lab/web1", "32M"]);
     assert!(said.contains("ferrite pool"), "{said}");
 }
+
+#[test]
+fn what_a_disk_has_grown_by_is_used_by_the_process_that_has_it() {
+    let Some(pool) = Pool::start(&["a", "b"]) else { return };
+    pool.create("web1", "16M", &["--stripes", "2", "--stripe-size", "64K"]);
+    let socket = pool.dir.path().join("s");
+    let words = ["pool", "own", "--pool", "lab", "--disk", "web1", "--plain", "--unix"];
+    let mut owner = pool.ferrite(&words).arg(&socket).stdout(Stdio::null()).spawn().unwrap();
+    wait_until("the owner", || UnixStream::connect(&socket).is_ok());
+    let connect = || Client::over(UnixStream::connect(&socket).unwrap());
+    let mut client = connect();
+    assert_eq!(client.go(false).0, 16 << 20);
+    client.write(0, &[1; 4096]);
+    pool.ok(&["pool", "resize", "lab/web1", "24M"]);
+    wait_until("the new size", || connect().go(false).0 == 24 << 20);
+    // Its clients have to ask for the size anew.
+    assert!(client.is_closed());
+    let mut client = connect();
+    client.go(false);
+    let end = (24 << 20) - 4096;
+    client.write(end, &[2; 4096]);
+    client.flush();
+    assert_eq!((client.read(0, 4096), client.read(end, 4096)), (vec![1; 4096], vec![2; 4096]));
+    drop(client);
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&owner),
+        rustix::process::Signal::TERM,
+    )
+    .unwrap();
+    owner.wait().unwrap();
+    // All of it is given back.
+    assert!(!pool.ok(&["pool", "status", "lab/web1", "--json"]).contains("\"owned\": true"));
+}
+
+#[test]
+#[ignore = "nightly: servers look every three seconds"]
+fn the_files_of_a_disk_that_is_gone_go_and_its_name_is_free() {
+    let Some(pool) = Pool::start(&["a", "b"]) else { return };
+    let files = || {
+        let of = |server: &str| std::fs::read_dir(pool.folder(server)).unwrap().count();
+        of("a") + of("b")
+    };
+    let none = files();
+    let file = write_file(pool.dir.path(), "first", &pattern(MIB, 1));
+    let name = pool.create("web1", "1M", &[]);
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    assert_eq!(files(), none + 4);
+    pool.ok(&["pool", "delete", "lab/web1"]);
+    // Its name is free, whether the servers have seen that or not.
+    let again = pool.create("web1", "1M", &[]);
+    pool.ok(&["image", "convert", "-n", &file, &again]);
+    pool.ok(&["pool", "delete", "lab/web1"]);
+    wait_until("the files", || files() == none);
+    wait_until("their list's end", || !pool.ok(&["pool", "status", "lab"]).contains("not needed"));
+}
+
+#[test]
+#[ignore = "nightly: a lease ends"]
+fn the_doctor_says_which_copies_are_missing() {
+    let Some(mut pool) = Pool::start(&["a", "b"]) else { return };
+    let name = pool.create("web1", "1M", &[]);
+    let file = write_file(pool.dir.path(), "first", &pattern(MIB, 1));
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    // Without Xen it fails, and prints all the same.
+    let said = |pool: &Pool| {
+        let output = pool.run(&["doctor"]).stdout;
+        let text = String::from_utf8(output).unwrap();
+        text.lines().filter(|line| line.contains("pool lab")).collect::<Vec<_>>().join("\n")
+    };
+    assert!(said(&pool).contains("all copies are in sync"), "{}", said(&pool));
+    pool.kill("b");
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    assert!(said(&pool).contains("copies of web1 are missing"), "{}", said(&pool));
+    wait_until("the end of the lease", || said(&pool).contains("the server b has copies"));
+    pool.etcd.kill(0);
+    assert!(said(&pool).contains("etcd"), "{}", said(&pool));
+}
+
+#[test]
+#[ignore = "nightly: a server leaves and returns"]
+fn copies_are_filled_without_a_user_of_the_disk() {
+    let Some(mut pool) = Pool::start(&["a", "b"]) else { return };
+    let name = pool.create("web1", "4M", &[]);
+    let data = pattern(4 * MIB, 5);
+    let file = write_file(pool.dir.path(), "first", &data);
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    pool.serve("c");
+    pool.ok(&["pool", "replace", "lab/web1", "b", "--by", "c"]);
+    let said = pool.ok(&["pool", "repair", "lab/web1"]);
+    assert!(said.contains("c web1-0-2-") && !said.contains("replaced"), "{said}");
+    assert!(pool.copy("c") == data, "the new copy has something else");
+    assert!(said.contains("no owner"), "{said}");
+    // Nothing is to be done.
+    pool.ok(&["pool", "repair", "lab/web1"]);
+    pool.kill("c");
+    pool.ok(&["image", "convert", "-n", &file, &name]);
+    let mut repair = pool.ferrite(&["pool", "repair", "lab/web1"]).spawn().unwrap();
+    pool.serve("c");
+    assert!(repair.wait().unwrap().success());
+}

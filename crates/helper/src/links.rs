@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ferrite_host::helper::{CONTROL, LINK};
 use rustix::net::{Shutdown, shutdown};
@@ -81,6 +81,28 @@ impl<M: Medium> Links<M> {
     /// Closes all connections. Our clients connect again at once, and repeat what was not answered.
     pub fn close_all(&self) {
         self.sessions().iter().for_each(|session| session.close());
+    }
+
+    /// Starts a thread that ends all connections when the medium has grown: NBD tells a client the size in its greeting only, and
+    /// ours connects again at once. It repeats what was not answered.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn follow_size(self: &Arc<Self>, every: Duration) -> std::io::Result<()> {
+        let weak = Arc::downgrade(self);
+        std::thread::Builder::new().name("size".into()).spawn(move || {
+            let mut known = None;
+            while let Some(links) = weak.upgrade() {
+                if let Some(bytes) = links.medium().bytes()
+                    && known.replace(bytes).is_some_and(|known| bytes > known)
+                {
+                    links.close_all();
+                }
+                drop(links);
+                std::thread::sleep(every);
+            }
+        })?;
+        Ok(())
     }
 
     /// Ends all connections. False: requests were still under way at that time.

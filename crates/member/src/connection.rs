@@ -7,16 +7,16 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_nbd::wire;
-use ferrite_pool::ConnId;
 use ferrite_pool::wire::{
     Extent, Greeting, HEADER_BYTES, Header, Kind, MAX_HASHED, MAX_NAME, MAX_PAYLOAD, OPTION,
 };
+use ferrite_pool::{ConnId, Generation};
 use rustix::io::Errno;
 
 use crate::Fault;
 use crate::copy::{Copy, Request, fail, refused};
 use crate::link::{Link, message_end, send_all};
-use crate::server::Shared;
+use crate::server::{Opened, Shared};
 
 /// Time until the session is asked for.
 const GREETING: Duration = Duration::from_secs(10);
@@ -108,14 +108,13 @@ fn greet(shared: &Shared, link: &Link, by: Instant) -> Result<(), End> {
 /// Whether the client means this server.
 fn check(shared: &Shared, data: &[u8]) -> Result<(), Fault> {
     let greeting = Greeting::from_bytes(data).map_err(|e| refused(e.to_string()))?;
-    let folder = shared.folder();
-    if greeting.pool == folder.pool && greeting.server == folder.server {
+    let (pool, server) = shared.identity();
+    if greeting.pool == pool && greeting.server == server {
         return Ok(());
     }
     let why = format!(
-        "it is server {} of pool {}, and not {} of {}",
-        folder.server,
-        crate::folder::hex(&folder.pool),
+        "it is server {server} of pool {}, and not {} of {}",
+        crate::folder::hex(&pool),
         greeting.server,
         crate::folder::hex(&greeting.pool)
     );
@@ -146,15 +145,24 @@ fn requests(
         let extent = || Extent::from_bytes(&payload).map_err(|e| refused(e.to_string()));
         match (header.kind, &*copy) {
             (Kind::Create, None) => {
-                let made = extent()
-                    .and_then(|e| shared.folder().create(&e, header.len, header.start == 0));
+                let made = extent().and_then(|e| shared.create(&e, header.len, header.start == 0));
                 made.map_err(end)?;
                 link.answer(Header { kind: Kind::Done, payload: 0, ..header }, Vec::new(), None);
             }
             (Kind::Open, None) => {
-                let opened = extent().and_then(|e| shared.copy(&e)).map_err(end)?;
-                *copy = Some(opened.clone());
-                opened.open(conn, link, header).map_err(end)?;
+                let opened = extent().and_then(|e| shared.copy(&e, Generation(header.start)));
+                match opened.map_err(end)? {
+                    Opened::Copy(opened) => {
+                        *copy = Some(opened.clone());
+                        opened.open(conn, link, header).map_err(end)?;
+                    }
+                    Opened::Refused(Generation(start)) => {
+                        let refused =
+                            Header { kind: Kind::Refused, op: 0, start, len: 0, payload: 0 };
+                        link.answer(refused, Vec::new(), None);
+                        return Ok(());
+                    }
+                }
             }
             (Kind::Delete, Some(copy)) => {
                 shared.remove(copy, conn).map_err(end)?;

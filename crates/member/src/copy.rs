@@ -1,9 +1,7 @@
 //! A copy in use: the shell of its state machine. Threads of its own do what that says.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,13 +12,13 @@ use ferrite_pool::{
     Blocks, BootId, ConnId, Data, Generation, Io, Member, MemberEffect as Effect, OpId, OwnerId,
     Reply, Request as Message, RequestId, Rules, Stored,
 };
-use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 use rustix::io::Errno;
 
 use crate::Fault;
 use crate::folder::{Files, Folder};
 use crate::link::{Link, Room};
-use crate::state::{Fixed, SLOT_BYTES, Slot};
+use crate::medium::Medium;
+use crate::state::{Fixed, Slot};
 
 /// Most threads of a copy.
 const MAX_THREADS: usize = 4;
@@ -34,8 +32,7 @@ const PIECE: usize = 256 << 10;
 /// A copy in use.
 pub(crate) struct Copy {
     fixed: Fixed,
-    data: File,
-    state: File,
+    medium: Medium,
     inner: Mutex<Inner>,
     more: Condvar,
 }
@@ -64,15 +61,16 @@ pub(crate) struct Request {
 
 enum Job {
     Store(Stored),
+    /// Asks the medium whether no other host has it, and then the state machine (R5).
+    Confirm(ConnId, OpId),
     Medium(ConnId, OpId, Io, Arc<Request>),
 }
 
 impl Copy {
     pub(crate) fn new(files: Files, boot: BootId) -> Copy {
-        let Files { data, state, slot: Slot { number, fixed, stored } } = files;
+        let Files { medium, slot: Slot { number, fixed, stored } } = files;
         if stored.incomplete {
-            // After a failed flush the memory may have what the medium has not. A repair would find it equal.
-            let _ = fadvise(&data, 0, None, Advice::DontNeed);
+            medium.forget_memory();
         }
         let machine = Member::new(stored, boot, fixed.region_blocks(), Rules::default());
         let inner = Inner {
@@ -86,7 +84,7 @@ impl Copy {
             idle: 0,
             failed: None,
         };
-        Copy { fixed, data, state, inner: Mutex::new(inner), more: Condvar::new() }
+        Copy { fixed, medium, inner: Mutex::new(inner), more: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -127,6 +125,11 @@ impl Copy {
         if inner.machine.is_session(conn) {
             inner.requests.insert((conn, op), Arc::new(request));
         }
+        if matches!(io, Io::Confirm) && self.medium.asks_who_has_it().is_some() {
+            inner.jobs.push_back(Job::Confirm(conn, op));
+            self.see_to_threads(&mut inner);
+            return Ok(());
+        }
         let effects = inner.machine.request(conn, Message::Io { op, io });
         self.carry_out(&mut inner, effects);
         Ok(())
@@ -147,6 +150,24 @@ impl Copy {
         if !inner.machine.is_session(conn) {
             return Err(refused("it is not the session's".to_owned()));
         }
+        self.go(&mut inner, folder)
+    }
+
+    /// Removes the copy for good, whoever has its session.
+    pub(crate) fn discard(self: &Arc<Copy>, folder: &Folder) -> Result<(), Fault> {
+        let mut inner = self.lock();
+        self.go(&mut inner, folder)?;
+        let links: Vec<_> = inner.links.keys().copied().collect();
+        links.into_iter().for_each(|conn| inner.close(conn));
+        Ok(())
+    }
+
+    /// Its identifier.
+    pub(crate) fn id(&self) -> [u8; 16] {
+        self.fixed.id
+    }
+
+    fn go(&self, inner: &mut Inner, folder: &Folder) -> Result<(), Fault> {
         folder.remove(&self.fixed)?;
         let gone = Fault::new("cannot use a copy", "it was removed", "see ferrite pool status");
         inner.failed = Some(gone.with(Errno::STALE));
@@ -281,6 +302,11 @@ impl Copy {
                         Err(e) => self.fail(&mut inner, "write its state", &e),
                     }
                 }
+                Job::Confirm(conn, op) => {
+                    let confirmed = self.medium.asks_who_has_it().map_or(Ok(()), |it| it.confirm());
+                    inner = self.lock();
+                    self.confirmed(&mut inner, conn, op, confirmed);
+                }
                 Job::Medium(conn, op, io, request) => {
                     let done = self.medium(&io, &request);
                     drop(request);
@@ -294,8 +320,7 @@ impl Copy {
     /// Writes a state durably. The one before it stays, in the other slot.
     fn store(&self, number: u64, stored: Stored) -> io::Result<()> {
         let slot = Slot { number, fixed: self.fixed.clone(), stored };
-        self.state.write_all_at(&slot.to_bytes(), (number - 1) % 2 * SLOT_BYTES as u64)?;
-        self.state.sync_data()
+        self.medium.write_state(number, &slot.to_bytes())
     }
 
     /// Does an operation on the medium. Of a repair it only compares.
@@ -303,20 +328,19 @@ impl Copy {
         let Header { kind, start, len, .. } = request.header;
         match io {
             Io::Write { .. } if kind == Kind::Zero => {
-                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                fallocate(&self.data, hole, start, len)?;
+                self.medium.zero(start, len)?;
             }
-            Io::Write { .. } => self.data.write_all_at(&request.payload, start)?,
+            Io::Write { .. } => self.medium.write(&request.payload, start)?,
             Io::Repair { .. } => return self.compare(&request.payload, start).map(Found::IsSame),
             Io::Read { .. } if kind == Kind::Hash => {
                 return self.hash(start, len).map(Found::Bytes);
             }
             Io::Read { .. } => {
                 let mut bytes = vec![0; len as usize];
-                self.data.read_exact_at(&mut bytes, start)?;
+                self.medium.read(&mut bytes, start)?;
                 return Ok(Found::Bytes(bytes));
             }
-            _ => self.data.sync_data()?,
+            _ => self.medium.flush()?,
         }
         Ok(Found::Nothing)
     }
@@ -325,7 +349,7 @@ impl Copy {
         let mut bytes = vec![0; PIECE.min(wanted.len())];
         for (i, piece) in wanted.chunks(PIECE).enumerate() {
             let bytes = &mut bytes[..piece.len()];
-            self.data.read_exact_at(bytes, start + (i * PIECE) as u64)?;
+            self.medium.read(bytes, start + (i * PIECE) as u64)?;
             if bytes != piece {
                 return Ok(false);
             }
@@ -341,7 +365,7 @@ impl Copy {
             let mut hasher = blake3::Hasher::new();
             while at < piece_end {
                 let bytes = &mut bytes[..(piece_end - at).min(PIECE as u64) as usize];
-                self.data.read_exact_at(bytes, at)?;
+                self.medium.read(bytes, at)?;
                 hasher.update(bytes);
                 at += bytes.len() as u64;
             }
@@ -386,6 +410,29 @@ impl Copy {
                 let ended = inner.machine.ended(conn);
                 self.carry_out(inner, ended);
                 inner.machine.done(conn, op)
+            }
+        };
+        self.carry_out(inner, effects);
+    }
+
+    /// The medium has said whether another host has it.
+    fn confirmed(
+        self: &Arc<Copy>,
+        inner: &mut Inner,
+        conn: ConnId,
+        op: OpId,
+        confirmed: io::Result<()>,
+    ) {
+        let effects = match confirmed {
+            Ok(()) => inner.machine.request(conn, Message::Io { op, io: Io::Confirm }),
+            Err(e) => {
+                let what = format!("the copy {} cannot be confirmed", self.fixed.name);
+                let fault = Fault::new(&what, &e, "see ferrite pool status").with(errno(&e));
+                if let Some(link) = inner.links.get(&conn) {
+                    fail(link, op.0, &fault);
+                }
+                inner.forget(conn);
+                inner.machine.ended(conn)
             }
         };
         self.carry_out(inner, effects);

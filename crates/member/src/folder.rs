@@ -12,6 +12,7 @@ use ferrite_pool::{Region, Stored};
 use rustix::io::Errno;
 
 use crate::Fault;
+use crate::medium::Medium;
 use crate::state::{FileIdentity, Fixed, SLOT_BYTES, Slot, read};
 
 /// Names the server and its pool.
@@ -29,10 +30,9 @@ pub(crate) struct Folder {
     _lock: OwnedFd,
 }
 
-/// The open files of a copy.
+/// An open copy.
 pub(crate) struct Files {
-    pub(crate) data: File,
-    pub(crate) state: File,
+    pub(crate) medium: Medium,
     pub(crate) slot: Slot,
 }
 
@@ -198,7 +198,7 @@ impl Folder {
             let why = format!("its data are shorter, {} of {} bytes", found.len(), fixed.size);
             return Err(refused(why));
         }
-        Ok(Files { data, state, slot })
+        Ok(Files { medium: Medium::Files { data, state }, slot })
     }
 
     /// Removes a copy for good.

@@ -3,6 +3,7 @@
 //! What follows from what is decided by [`ferrite_pool::Member`], a state machine for each copy. This is its shell:
 //!
 //! * `folder`: the server's folder, its identity, and the files of copies.
+//! * `lun`: a LUN in place of a folder, whose copies are ranges; `medium`: what a copy is on.
 //! * `state`: the state of a copy as bytes.
 //! * `copy`: a copy in use. Threads carry out what its state machine says.
 //! * `connection`: an owner's connection, from its first byte.
@@ -21,9 +22,12 @@ mod connection;
 mod copy;
 mod folder;
 mod link;
+mod lun;
+mod medium;
 mod server;
 mod state;
 
+pub use lun::{LunName, NewLun, clear, prepare};
 pub use server::{Server, Space};
 
 /// Why something is not done.

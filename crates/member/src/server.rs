@@ -7,15 +7,18 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_host::clock::{Clock as _, SystemClock};
+use ferrite_host::fence::Terms;
 use ferrite_host::limited;
 use ferrite_host::log_limit::SharedLogLimit;
 use ferrite_pool::wire::Extent;
-use ferrite_pool::{BootId, ConnId};
+use ferrite_pool::{BootId, ConnId, Generation};
+use rustix::io::Errno;
 
 use crate::Fault;
 use crate::copy::Copy;
 use crate::folder::Folder;
 use crate::link::Budget;
+use crate::lun::{self, LunName, LunStore};
 
 /// Most connections. Further ones are turned away.
 const MAX_CONNECTIONS: usize = 512;
@@ -37,13 +40,26 @@ pub struct Space {
 
 /// What all connections share.
 pub(crate) struct Shared {
-    folder: Mutex<Folder>,
+    store: Mutex<Store>,
     copies: Mutex<HashMap<String, Arc<Copy>>>,
     pub(crate) budget: Arc<Budget>,
     boot: BootId,
     connections: AtomicUsize,
     numbers: AtomicU64,
     refusals: SharedLogLimit,
+}
+
+/// What has the copies.
+pub(crate) enum Store {
+    Folder(Folder),
+    Lun(LunStore),
+}
+
+/// What an owner gets that opens a copy.
+pub(crate) enum Opened {
+    Copy(Arc<Copy>),
+    /// A later owner has had it.
+    Refused(Generation),
 }
 
 impl Server {
@@ -59,23 +75,76 @@ impl Server {
         // The first bytes of a hash are as good as the whole identifier, and are a number.
         let boot =
             blake3::hash(&boot).as_bytes().first_chunk().map_or(0, |b| u64::from_be_bytes(*b));
-        Ok(Server(Arc::new(Shared {
-            folder: Mutex::new(Folder::open(folder, pool, name)?),
+        Ok(Server::of(Store::Folder(Folder::open(folder, pool, name)?), BootId(boot)))
+    }
+
+    /// A LUN, served to the owner that this process is. Nobody else on this host opens it meanwhile.
+    ///
+    /// # Errors
+    /// It is not here, another process of this host has it, or it is not the one that is meant.
+    pub fn on_lun(name: &LunName, terms: Terms) -> Result<Server, Fault> {
+        // R10: what was answered is on the LUN's medium, so it outlives each start of a system.
+        const ALWAYS: BootId = BootId(1);
+        Ok(Server::of(Store::Lun(LunStore::open(name, terms)?), ALWAYS))
+    }
+
+    fn of(store: Store, boot: BootId) -> Server {
+        Server(Arc::new(Shared {
+            store: Mutex::new(store),
             copies: Mutex::default(),
             budget: Arc::default(),
-            boot: BootId(boot),
+            boot,
             connections: AtomicUsize::new(0),
             numbers: AtomicU64::new(1),
             refusals: SharedLogLimit::default(),
-        })))
+        }))
     }
 
-    /// The space for its copies.
+    /// The space for its copies. Of a LUN the map knows it.
     ///
     /// # Errors
     /// The file system does not say.
     pub fn space(&self) -> std::io::Result<Space> {
-        self.0.folder().space().map(|(free, total)| Space { free, total })
+        match &*self.0.store() {
+            Store::Folder(folder) => folder.space().map(|(free, total)| Space { free, total }),
+            Store::Lun(_) => Err(std::io::ErrorKind::Unsupported.into()),
+        }
+    }
+
+    /// Says where on the LUN a copy begins.
+    pub fn place(&self, copy: &str, start: u64) {
+        if let Store::Lun(lun) = &mut *self.0.store() {
+            lun.place(copy, start);
+        }
+    }
+
+    /// Whether the LUN has failed, or is another host's: it has to be opened anew, when nothing has this one any more.
+    pub fn has_failed(&self) -> bool {
+        matches!(&*self.0.store(), Store::Lun(lun) if lun.held().has_failed())
+    }
+
+    /// Removes the files of a copy that the map has not any more, whoever has a session of it. One that is not there is fine.
+    ///
+    /// # Errors
+    /// The files stay.
+    pub fn discard(&self, extent: &Extent) -> Result<(), Fault> {
+        let store = self.0.store();
+        let Store::Folder(folder) = &*store else { return Ok(()) };
+        let known = self.0.copies().get(&extent.name).cloned();
+        match known {
+            Some(copy) if copy.id() == extent.id => {
+                copy.discard(folder)?;
+                self.0.copies().remove(&extent.name);
+                Ok(())
+            }
+            // Another copy has that name.
+            Some(_) => Ok(()),
+            None => match folder.open_copy(extent) {
+                Ok(files) => folder.remove(&files.slot.fixed),
+                Err(fault) if fault.errno == Errno::NOENT => Ok(()),
+                Err(fault) => Err(fault),
+            },
+        }
     }
 
     /// The start of the system in which it runs, as a number.
@@ -108,28 +177,55 @@ impl Server {
 }
 
 impl Shared {
-    pub(crate) fn folder(&self) -> MutexGuard<'_, Folder> {
-        self.folder.lock().unwrap_or_else(PoisonError::into_inner)
+    fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its pool, and its name.
+    pub(crate) fn identity(&self) -> ([u8; 16], String) {
+        match &*self.store() {
+            Store::Folder(folder) => (folder.pool, folder.server.clone()),
+            Store::Lun(lun) => (lun.name.pool, lun.name.server.clone()),
+        }
+    }
+
+    /// Makes a copy. One that is there already, with the same identifier and size, is fine.
+    pub(crate) fn create(&self, extent: &Extent, size: u64, is_whole: bool) -> Result<(), Fault> {
+        match &*self.store() {
+            Store::Folder(folder) => folder.create(extent, size, is_whole),
+            Store::Lun(lun) => lun.create(extent, size, is_whole),
+        }
     }
 
     fn copies(&self) -> MutexGuard<'_, HashMap<String, Arc<Copy>>> {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The copy that an owner means. Its files are looked at each time: one may have been replaced in use.
-    pub(crate) fn copy(&self, extent: &Extent) -> Result<Arc<Copy>, Fault> {
+    /// The copy that an owner of this generation means. Its files are looked at each time: one may have been replaced in use.
+    pub(crate) fn copy(&self, extent: &Extent, generation: Generation) -> Result<Opened, Fault> {
         // One lock behind the other, always in this order: a copy is opened once.
-        let folder = self.folder();
-        let files = folder.open_copy(extent)?;
+        let store = self.store();
+        let files = match &*store {
+            Store::Folder(folder) => folder.open_copy(extent)?,
+            Store::Lun(lun) => match lun.open_copy(extent, generation)? {
+                lun::Opened::Files(files) => files,
+                lun::Opened::Refused(stored) => return Ok(Opened::Refused(stored)),
+            },
+        };
         let mut copies = self.copies();
         let new = || Arc::new(Copy::new(files, self.boot));
-        Ok(copies.entry(extent.name.clone()).or_insert_with(new).clone())
+        Ok(Opened::Copy(copies.entry(extent.name.clone()).or_insert_with(new).clone()))
     }
 
     /// Removes a copy for good.
     pub(crate) fn remove(&self, copy: &Arc<Copy>, conn: ConnId) -> Result<(), Fault> {
-        let folder = self.folder();
-        copy.remove(conn, &folder)?;
+        match &*self.store() {
+            Store::Folder(folder) => copy.remove(conn, folder)?,
+            Store::Lun(_) => {
+                let why = "the ranges of a LUN are given back together";
+                return Err(Fault::new("cannot remove a copy", why, "ferrite pool remove-lun"));
+            }
+        }
         self.copies().retain(|_, known| !Arc::ptr_eq(known, copy));
         Ok(())
     }

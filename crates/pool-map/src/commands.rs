@@ -2,8 +2,8 @@
 
 use ferrite_etcd::Transaction;
 
-use crate::map::{Disk, MAX_BYTES, MAX_SEGMENTS, Removed, Segment, Set, Shape};
-use crate::place::{another, new_set};
+use crate::map::{Disk, Lun, MAX_BYTES, MAX_SEGMENTS, Removed, Segment, Set, Shape};
+use crate::place::{Ranges, another, new_set};
 use crate::pool::{Access, Decided, Error, State, json};
 use crate::{Id, MAX_SETS, Room, Stored, is_name, rooms};
 
@@ -16,6 +16,8 @@ pub struct NewDisk {
     pub shape: Shape,
     /// Names this command. A second one with it finds what the first has made.
     pub request: Id,
+    /// The servers and LUNs that get copies. Empty: the emptiest servers.
+    pub on: Vec<String>,
 }
 
 /// A disk that was made or has grown.
@@ -66,7 +68,7 @@ impl Access {
                 shape: new.shape,
                 segments: Vec::new(),
             };
-            let others = grow(state, name, &mut disk, bytes)?;
+            let others = grow(state, name, &mut disk, bytes, &new.on)?;
             Ok(Ok(decided(state, others, Made { disk, was_there: false })))
         })
     }
@@ -85,7 +87,7 @@ impl Access {
             let more = bytes.checked_sub(now).ok_or_else(|| {
                 Error::Refused(format!("a disk only grows, and {name} has {now} bytes already"))
             })?;
-            let others = grow(state, name, &mut disk, more)?;
+            let others = grow(state, name, &mut disk, more, &[])?;
             Ok(Ok(decided(state, others, Made { disk, was_there: false })))
         })
     }
@@ -107,11 +109,10 @@ impl Access {
                 let key = state.record_key(name, set);
                 others = others.and_when(&key, record.revision).delete(&key);
             }
-            let removed = disk
-                .copies()
-                .map(|(_, copy)| Removed { server: copy.server.clone(), name: copy.name.clone() });
+            let files = disk.copies().filter(|(_, copy)| copy.start.is_none());
+            let removed = files.map(|(_, copy)| Removed::from(copy.clone()));
             let removed: Vec<Removed> = removed.collect();
-            let others = others.put(&state.removed_key(), json(&removed));
+            let others = listed(state, others, &removed);
             Ok(Ok(decided(state, others, ())))
         })
     }
@@ -137,14 +138,16 @@ impl Access {
             if sets.is_empty() {
                 return Err(Error::Refused(format!("{server} has no copy of {name}")));
             }
-            let mut rooms = rooms(&state.pool, &state.servers, state.disks.values());
+            let mut rooms = rooms(state, Some(disk.id));
+            let mut ranges = Ranges::new(state, disk.id);
             let mut others = Transaction::default();
             let mut all = Vec::new();
             for (number, _) in sets.into_iter().filter(|(_, leaves)| !leaves) {
                 let bytes = bytes.get(number).copied().unwrap_or(0);
                 let Some(set) = disk.set_mut(number) else { continue };
                 let wanted = Wanted { disk: name, set: number, server, by, bytes };
-                let (replaced, changes) = wanted.replace(state, &mut rooms, set, others)?;
+                let (replaced, changes) =
+                    wanted.replace(state, (&mut rooms, &mut ranges), set, others)?;
                 others = changes;
                 all.push(replaced);
             }
@@ -152,7 +155,7 @@ impl Access {
                 // They are being replaced already.
                 return Ok(Err(all));
             }
-            let others = others.put(&state.disk_key(name), json(&disk));
+            let others = ranges.written(state, others).put(&state.disk_key(name), json(&disk));
             Ok(Ok(decided(state, others, all)))
         })
     }
@@ -173,10 +176,12 @@ impl Access {
                 Some(set.copies.remove(at))
             });
             let Some(gone) = gone else { return Ok(Err(false)) };
-            let removed = vec![Removed { server: gone.server, name: gone.name }];
+            let is_file = gone.start.is_none();
+            let removed = is_file.then_some(Removed::from(gone));
+            let removed: Vec<Removed> = removed.into_iter().collect();
             let others = Transaction::when(&state.record_key(name, set), record.revision)
-                .put(&state.disk_key(name), json(&disk))
-                .put(&state.removed_key(), json(&removed));
+                .put(&state.disk_key(name), json(&disk));
+            let others = listed(state, others, &removed);
             Ok(Ok(decided(state, others, true)))
         })
     }
@@ -230,9 +235,68 @@ impl Access {
         })
     }
 
+    /// Takes a LUN into the pool.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] for its name or the LUN itself, [`Error::Refused`] for what no LUN can be, and those of etcd.
+    pub fn add_lun(&self, name: &str, lun: &Lun) -> Result<(), Error> {
+        self.change(|state| {
+            if state.luns.get(name).is_some_and(|found| found.id == lun.id) {
+                return Ok(Err(()));
+            }
+            may_add_lun(state, name, lun)?;
+            let others = Transaction::default().put(&state.lun_key(name), json(lun));
+            Ok(Ok(decided(state, others, ())))
+        })
+    }
+
+    /// Whether a LUN could be taken into the pool now.
+    ///
+    /// # Errors
+    /// As [`add_lun`](Access::add_lun).
+    pub fn may_add_lun(&self, name: &str, lun: &Lun) -> Result<(), Error> {
+        may_add_lun(&self.state()?, name, lun)
+    }
+
+    /// Takes a LUN out of the pool that no disk has any more.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if there is none, or it has copies; and those of etcd.
+    pub fn remove_lun(&self, name: &str) -> Result<Lun, Error> {
+        self.change(|state| {
+            let Some(lun) = state.luns.get(name).cloned() else {
+                return Err(Error::Refused(format!("the pool {} has no LUN {name}", self.name())));
+            };
+            let has = |disk: &Disk| disk.copies().any(|(_, copy)| copy.server == name);
+            if let Some((disk, _)) = state.disks.iter().find(|(_, disk)| has(disk)) {
+                let why = format!("{name} has copies of {disk}: replace them, or delete the disk");
+                return Err(Error::Refused(why));
+            }
+            let mut pool = state.pool.clone();
+            pool.drained.remove(name);
+            let others = Transaction::default().delete(&state.lun_key(name));
+            Ok(Ok(Decided { pool, others, result: lun }))
+        })
+    }
+
     fn disk<'a>(&self, state: &'a State, name: &str) -> Result<&'a Disk, Error> {
         let none = || Error::NoDisk { pool: self.name().to_owned(), disk: name.to_owned() };
         state.disks.get(name).ok_or_else(none)
+    }
+}
+
+fn may_add_lun(state: &State, name: &str, lun: &Lun) -> Result<(), Error> {
+    if !is_name(name) {
+        return Err(Error::Name(name.to_owned()));
+    }
+    lun.check().map_err(Error::Refused)?;
+    if let Some((other, _)) = state.luns.iter().find(|(_, found)| found.wwid == lun.wwid) {
+        return Err(Error::Exists(format!("the LUN {}, as {other},", lun.wwid)));
+    }
+    let has_copies = state.disks.values().flat_map(Disk::copies).any(|(_, it)| it.server == name);
+    match state.luns.contains_key(name) || state.servers.contains_key(name) || has_copies {
+        true => Err(Error::Exists(format!("a server or LUN {name}"))),
+        false => Ok(()),
     }
 }
 
@@ -249,7 +313,7 @@ impl Wanted<'_> {
     fn replace(
         &self,
         state: &State,
-        rooms: &mut [Room],
+        (rooms, ranges): (&mut [Room], &mut Ranges),
         set: &mut Set,
         others: Transaction,
     ) -> Result<(Replaced, Transaction), Error> {
@@ -261,7 +325,7 @@ impl Wanted<'_> {
         rest.copies.retain(|copy| copy.server != self.server);
         let mut able: Vec<Room> =
             rooms.iter().filter(|room| room.server != self.server).cloned().collect();
-        let to = another(&mut able, &state.servers, &rest, self.bytes, self.by)?;
+        let to = another(&mut able, state, &rest, self.bytes, self.by)?;
         if let Some(room) = rooms.iter_mut().find(|room| room.server == to) {
             room.bytes = room.bytes.saturating_sub(self.bytes);
         }
@@ -274,21 +338,30 @@ impl Wanted<'_> {
             let (gone, stay): (Vec<_>, Vec<_>) =
                 set.copies.drain(..).partition(|copy| copy.server == self.server);
             set.copies = stay;
-            set.add(self.disk, self.set, to.clone());
+            set.add(self.disk, self.set, to.clone(), self.bytes, ranges)?;
             let stored = Stored {
                 nonce: Id::random().number(),
                 ..Stored::new(set.copies.iter().map(|copy| copy.member))
             };
             others = others.put(&key, json(&stored));
-            let removed = gone.into_iter().map(|c| Removed { server: c.server, name: c.name });
-            others = others.put(&state.removed_key(), json(&removed.collect::<Vec<_>>()));
+            let files = gone.into_iter().filter(|copy| copy.start.is_none());
+            let removed: Vec<Removed> = files.map(Removed::from).collect();
+            others = listed(state, others, &removed);
         } else {
             let mut leaving = set.copies.iter_mut().filter(|copy| copy.server == self.server);
             leaving.by_ref().for_each(|copy| copy.leaves = true);
-            set.add(self.disk, self.set, to.clone());
+            set.add(self.disk, self.set, to.clone(), self.bytes, ranges)?;
         }
         let (disk, from) = (self.disk.to_owned(), self.server.to_owned());
         Ok((Replaced { disk, set: self.set, from, to, done: is_new }, others))
+    }
+}
+
+/// Lists files that are not needed any more.
+fn listed(state: &State, others: Transaction, removed: &[Removed]) -> Transaction {
+    match removed.is_empty() {
+        true => others,
+        false => others.put(&state.removed_key(), json(&removed)),
     }
 }
 
@@ -304,17 +377,30 @@ fn rounded(bytes: u64, shape: &Shape) -> Result<u64, Error> {
 }
 
 /// Adds a segment, and writes it with the records of its sets.
-fn grow(state: &State, name: &str, disk: &mut Disk, bytes: u64) -> Result<Transaction, Error> {
+fn grow(
+    state: &State,
+    name: &str,
+    disk: &mut Disk,
+    bytes: u64,
+    on: &[String],
+) -> Result<Transaction, Error> {
     let (first, shape) = (disk.sets().count(), disk.shape);
     if disk.segments.len() >= MAX_SEGMENTS || first + shape.stripes > MAX_SETS {
         return Err(Error::Refused(format!("{name} has grown too often: copy it to a new disk")));
     }
-    let mut rooms = rooms(&state.pool, &state.servers, state.disks.values());
+    let mut rooms = rooms(state, Some(disk.id));
+    // A LUN is given to a disk by name, and stays its.
+    let is_its = |name: &str| state.luns.get(name).is_some_and(|lun| lun.disk == Some(disk.id));
+    rooms.retain(|room| match on.is_empty() {
+        true => !room.is_lun || is_its(&room.server),
+        false => on.contains(&room.server),
+    });
+    let mut ranges = Ranges::new(state, disk.id);
     let mut others = Transaction::default();
     let mut sets = Vec::new();
     for number in first..first + shape.stripes {
         let each = bytes / shape.stripes as u64;
-        let set = new_set(&mut rooms, name, number, shape.replicas, each)?;
+        let set = new_set(&mut rooms, name, number, (shape.replicas, each), &mut ranges)?;
         let stored = Stored {
             nonce: Id::random().number(),
             ..Stored::new(set.copies.iter().map(|copy| copy.member))
@@ -323,5 +409,6 @@ fn grow(state: &State, name: &str, disk: &mut Disk, bytes: u64) -> Result<Transa
         sets.push(set);
     }
     disk.segments.push(Segment { bytes, sets });
+    let others = ranges.written(state, others);
     Ok(others.put(&state.disk_key(name), json(disk)))
 }

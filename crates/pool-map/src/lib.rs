@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `ferrite/pools/NAME` | [`Pool`]: identifier, servers that get nothing new. Each change of the map writes it |
 //! | `ferrite/POOL/servers/NAME` | [`Server`]: written by the server, gone when it is |
+//! | `ferrite/POOL/luns/NAME` | [`Lun`] |
 //! | `ferrite/POOL/disks/NAME` | [`Disk`] |
 //! | `ferrite/POOL/records/DISK/SET` | the set's record |
 //! | `ferrite/POOL/removed/COPY` | [`Removed`]: a file that is not needed any more |
@@ -20,14 +21,16 @@ mod map;
 mod place;
 mod pool;
 mod record;
+mod removed;
 
 pub use commands::{Made, NewDisk, Replaced};
 pub use ferrite_nbd::uri::pool::is_name;
 pub use id::Id;
 pub use map::{
-    Copy, Disk, MAX_BYTES, MAX_COPIES, MAX_SEGMENTS, MAX_SETS, MAX_STRIPES, Pool, Removed, Segment,
-    Server, Set, Shape, Spot, UNIT,
+    Copy, Disk, Lun, MAX_BYTES, MAX_COPIES, MAX_SEGMENTS, MAX_SETS, MAX_STRIPES, Pool, RANGE_UNIT,
+    Removed, Segment, Server, Set, Shape, Spot, UNIT, range_bytes,
 };
-pub use place::{NoRoom, Room, rooms};
+pub use place::{Host, NoRoom, Room, rooms};
 pub use pool::{Access, Error, State};
 pub use record::{Stored, StoredRecord};
+pub use removed::clean;

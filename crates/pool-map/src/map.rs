@@ -2,8 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+
+pub use ferrite_pool::wire::{RANGE_UNIT, range_bytes};
 
 use crate::{Id, is_name};
 
@@ -42,6 +45,29 @@ pub struct Server {
     pub total: u64,
     /// Of this start of its operating system.
     pub boot: String,
+}
+
+/// A LUN that the hosts' own initiators have. Copies are ranges of it. While it is in the pool, all of them are of one disk: a
+/// LUN is reserved as a whole, for the host that has the disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lun {
+    /// Of this LUN's time in the pool. Its header has it.
+    pub id: Id,
+    /// Its own name, which it has on every host.
+    pub wwid: String,
+    /// Its device on the host that has added it.
+    pub device: PathBuf,
+    /// What fails with it: LUNs of one array are one host's.
+    pub array: String,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Where the next range begins. No range is used twice.
+    pub used: u64,
+    /// Whether its target forgets reservations when it starts again.
+    pub weak: bool,
+    /// The disk that has it.
+    #[serde(default)]
+    pub disk: Option<Id>,
 }
 
 /// How a disk is spread.
@@ -86,12 +112,12 @@ pub struct Set {
     pub next_member: u8,
 }
 
-/// A file on a server.
+/// A file on a server, or a range of a LUN.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Copy {
     /// Its number in the set's record.
     pub member: u8,
-    /// The server.
+    /// The server, or the LUN.
     pub server: String,
     /// Of this copy alone.
     pub id: Id,
@@ -100,6 +126,9 @@ pub struct Copy {
     /// Another copy takes its place: it goes when that one is in sync.
     #[serde(default)]
     pub leaves: bool,
+    /// Where its range of a LUN begins. `None`: it is a file on a server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start: Option<u64>,
 }
 
 /// A file that is not needed any more.
@@ -109,6 +138,15 @@ pub struct Removed {
     pub server: String,
     /// The file's name.
     pub name: String,
+    /// The copy's identifier. `None`: an earlier version has listed it, and nobody removes it.
+    #[serde(default)]
+    pub id: Option<Id>,
+}
+
+impl From<Copy> for Removed {
+    fn from(copy: Copy) -> Removed {
+        Removed { server: copy.server, name: copy.name, id: Some(copy.id) }
+    }
 }
 
 /// A place of a disk.
@@ -148,6 +186,25 @@ impl Shape {
                 1 << 30,
                 self.stripe_size
             )),
+        }
+    }
+}
+
+impl Lun {
+    /// Whether it can be one; else what is wrong.
+    ///
+    /// # Errors
+    /// A field is out of its range.
+    pub fn check(&self) -> Result<(), String> {
+        let is_fit =
+            |name: &str| (1..=200).contains(&name.len()) && !name.chars().any(char::is_control);
+        match () {
+            () if !is_name(&self.array) => Err(format!("a LUN of the array {:?}", self.array)),
+            () if !is_fit(&self.wwid) => Err("a LUN without a name".to_owned()),
+            () if self.used > self.bytes || !self.used.is_multiple_of(RANGE_UNIT) => {
+                Err(format!("a LUN of {} bytes, of which {} are used", self.bytes, self.used))
+            }
+            () => Ok(()),
         }
     }
 }
@@ -272,6 +329,7 @@ mod tests {
                 id,
                 name: format!("d-{number}"),
                 leaves: false,
+                start: None,
             }
         };
         let segments = sizes.iter().map(|bytes| Segment {

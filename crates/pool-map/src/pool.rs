@@ -10,7 +10,7 @@ use ferrite_etcd::{Change, Cluster, Entry, Revision, Settled, Transaction};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::{Disk, Id, NoRoom, Pool, Removed, Server, Stored, StoredRecord, is_name};
+use crate::{Disk, Id, Lun, NoRoom, Pool, Removed, Server, Stored, StoredRecord, is_name};
 
 /// How long a change may be without an outcome.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -81,6 +81,8 @@ pub struct State {
     pub revision: Revision,
     /// The servers that seem alive.
     pub servers: BTreeMap<String, Server>,
+    /// The LUNs.
+    pub luns: BTreeMap<String, Lun>,
     /// The disks.
     pub disks: BTreeMap<String, Disk>,
     /// The records, by disk and set.
@@ -131,6 +133,18 @@ impl Access {
         entry.map(read).transpose()
     }
 
+    /// A LUN of the pool with this identifier, as it is now. `None`: there is none.
+    ///
+    /// # Errors
+    /// [`Error::Etcd`], [`Error::Odd`].
+    pub fn lun(&self, pool: Id, name: &str) -> Result<Option<Lun>, Error> {
+        let Some(entry) = self.cluster.get(&format!("ferrite/{pool}/luns/{name}"))? else {
+            return Ok(None);
+        };
+        let lun = read::<Lun>(&entry).and_then(|lun| lun.check().map(|()| lun));
+        lun.map(Some).map_err(|why| Error::Odd { key: entry.key, why })
+    }
+
     /// A disk of the pool with this identifier, as it is now. `None`: there is none.
     ///
     /// # Errors
@@ -172,6 +186,7 @@ impl Access {
             pool,
             revision: own.revision,
             servers: BTreeMap::new(),
+            luns: BTreeMap::new(),
             disks: BTreeMap::new(),
             records: BTreeMap::new(),
             removed: Vec::new(),
@@ -250,6 +265,10 @@ impl State {
         format!("{}records/{disk}/{set}", self.prefix())
     }
 
+    pub(crate) fn lun_key(&self, name: &str) -> String {
+        format!("{}luns/{name}", self.prefix())
+    }
+
     pub(crate) fn removed_key(&self) -> String {
         format!("{}removed/{}", self.prefix(), Id::random())
     }
@@ -267,6 +286,11 @@ impl State {
         match path[..] {
             ["servers", name] if is_name(name) => {
                 self.servers.insert(name.to_owned(), read(entry)?);
+            }
+            ["luns", name] if is_name(name) => {
+                let lun: Lun = read(entry)?;
+                lun.check()?;
+                self.luns.insert(name.to_owned(), lun);
             }
             ["disks", name] if is_name(name) => {
                 let disk: Disk = read(entry)?;
@@ -293,6 +317,6 @@ pub(crate) fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
-fn read<T: DeserializeOwned>(entry: &Entry) -> Result<T, String> {
+pub(crate) fn read<T: DeserializeOwned>(entry: &Entry) -> Result<T, String> {
     serde_json::from_slice(&entry.value).map_err(|e| format!("it is not as expected: {e}"))
 }

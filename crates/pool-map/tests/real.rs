@@ -75,7 +75,7 @@ fn own(cluster: &Cluster, pool: &Access, disk: &str, generation: u64) {
 
 fn new(gib: u64, replicas: usize, stripes: usize) -> NewDisk {
     let shape = Shape { replicas, stripes, stripe_size: 1 << 20 };
-    NewDisk { bytes: gib * GIB, shape, request: Id::random() }
+    NewDisk { bytes: gib * GIB, shape, request: Id::random(), on: Vec::new() }
 }
 
 #[test]

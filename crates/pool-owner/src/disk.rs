@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use ferrite_helper::{Done, Medium, Request, State, What};
@@ -29,13 +29,47 @@ const GIVING_BACK: Duration = Duration::from_secs(5);
 /// A disk of a pool, which this process has.
 pub struct Disk {
     pub(crate) name: String,
-    pub(crate) map: Map,
-    pub(crate) sets: Arc<Vec<Arc<Set>>>,
+    pub(crate) now: Arc<Now>,
     pub(crate) access: Arc<Access>,
     pub(crate) read_only: bool,
     pub(crate) has_lost: AtomicBool,
     pub(crate) me: OwnerId,
     pub(crate) lock: Lock,
+}
+
+/// The map that requests follow, and its sets. While the disk grows, further sets are behind them, which are not its yet.
+pub(crate) struct Whole {
+    pub(crate) map: Map,
+    pub(crate) sets: Vec<Arc<Set>>,
+}
+
+/// What the disk is now.
+pub(crate) struct Now(RwLock<Arc<Whole>>);
+
+impl Now {
+    pub(crate) fn new(whole: Whole) -> Now {
+        Now(RwLock::new(Arc::new(whole)))
+    }
+
+    pub(crate) fn get(&self) -> Arc<Whole> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn replace(&self, whole: Whole) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(whole);
+    }
+}
+
+impl Whole {
+    /// The sets that requests go to.
+    pub(crate) fn used(&self) -> &[Arc<Set>] {
+        &self.sets[..self.map.sets().count().min(self.sets.len())]
+    }
+
+    /// Whether all of them serve. The error: one never will.
+    fn is_serving(&self) -> Result<bool, Failure> {
+        self.used().iter().try_fold(true, |all, set| Ok(all & set.is_serving()?))
+    }
 }
 
 /// A part of a request: a range of a set, and where its bytes are in the request's data.
@@ -86,7 +120,7 @@ fn ranges(map: &Map, offset: u64, len: u64) -> Option<Vec<Piece>> {
 
 impl Medium for Disk {
     fn bytes(&self) -> Option<u64> {
-        Some(self.map.bytes())
+        Some(self.now.get().map.bytes())
     }
 
     fn is_read_only(&self) -> bool {
@@ -99,19 +133,20 @@ impl Medium for Disk {
 
     fn submit(&self, request: Request, data: Vec<u8>, done: Done) {
         let Request { what, offset, len, durable } = request;
+        let whole = self.now.get();
         let split = match what {
             What::Flush => {
-                let all: Vec<usize> = (0..self.sets.len()).collect();
-                return flush(&self.sets, &all, 0, done);
+                let all: Vec<usize> = (0..whole.used().len()).collect();
+                return flush(&whole, &all, 0, done);
             }
             _ if (offset | len) % BLOCK_BYTES != 0 => None,
-            What::Read | What::Write => pieces(&self.map, offset, len),
-            What::Discard | What::Zero { .. } => ranges(&self.map, offset, len),
+            What::Read | What::Write => pieces(&whole.map, offset, len),
+            What::Discard | What::Zero { .. } => ranges(&whole.map, offset, len),
         };
         let Some(split) = split.filter(|split| !split.is_empty()) else {
             return done(Err(EINVAL), data);
         };
-        let done = if durable { self.durable(&split, done) } else { done };
+        let done = if durable { durable_by(&whole, &split, done) } else { done };
         let (into, data) = match what {
             What::Read => (data, Arc::default()),
             _ => (Vec::new(), Arc::new(data)),
@@ -119,7 +154,7 @@ impl Medium for Disk {
         let parts = Parts::new(split.len(), len as usize, into, done);
         for Piece { set, start, bytes, place } in split {
             let part = parts.part(place.clone());
-            let Some(set) = self.sets.get(set) else {
+            let Some(set) = whole.used().get(set) else {
                 part.ended(Err(EIO)).tell();
                 continue;
             };
@@ -135,38 +170,38 @@ impl Medium for Disk {
     }
 
     fn failed(&self, _: i32) {
-        let is_lost = |set: &Arc<Set>| set.is_serving().is_err();
-        if self.sets.iter().any(is_lost) && !self.has_lost.swap(true, Ordering::Relaxed) {
+        if self.is_serving().is_err() && !self.has_lost.swap(true, Ordering::Relaxed) {
             self.lock.note(self.me, State::Lost);
         }
     }
 }
 
-impl Disk {
-    /// Flushes what these pieces touch when they are written, and then says that it is done.
-    fn durable(&self, pieces: &[Piece], done: Done) -> Done {
-        let mut touched: Vec<usize> = pieces.iter().map(|piece| piece.set).collect();
-        touched.sort_unstable();
-        touched.dedup();
-        let sets = self.sets.clone();
-        Box::new(move |result, data| match result {
-            Ok(bytes) => flush(&sets, &touched, bytes, done),
-            failed => done(failed, data),
-        })
-    }
+/// Flushes what these pieces touch when they are written, and then says that it is done.
+fn durable_by(whole: &Arc<Whole>, pieces: &[Piece], done: Done) -> Done {
+    let mut touched: Vec<usize> = pieces.iter().map(|piece| piece.set).collect();
+    touched.sort_unstable();
+    touched.dedup();
+    let whole = whole.clone();
+    Box::new(move |result, data| match result {
+        Ok(bytes) => flush(&whole, &touched, bytes, done),
+        failed => done(failed, data),
+    })
+}
 
+impl Disk {
     /// Whether all sets serve. The error: one never will.
     pub(crate) fn is_serving(&self) -> Result<bool, Failure> {
-        self.sets.iter().try_fold(true, |all, set| Ok(all & set.is_serving()?))
+        self.now.get().is_serving()
     }
 
     /// Gives the disk back. No request is under way.
     pub fn close(self) {
         let (tell, told) = std::sync::mpsc::channel();
-        let all: Vec<usize> = (0..self.sets.len()).collect();
+        let whole = self.now.get();
+        let all: Vec<usize> = (0..whole.used().len()).collect();
         // So the next owner finds no dirty regions. Without an answer it makes them equal.
         flush(
-            &self.sets,
+            &whole,
             &all,
             0,
             Box::new(move |_, _| {
@@ -184,7 +219,7 @@ impl Disk {
         let until = Instant::now() + GIVING_BACK;
         // Before: a successor must not take a disk that was given back for one that was taken away.
         self.lock.note(self.me, State::Releases);
-        for set in self.sets.iter() {
+        for set in &self.now.get().sets {
             let Some((compare, mut record)) = set.stop().filter(|_| Instant::now() < until) else {
                 continue;
             };
@@ -198,11 +233,11 @@ impl Disk {
 }
 
 /// Flushes sets.
-fn flush(sets: &[Arc<Set>], which: &[usize], bytes: usize, done: Done) {
+fn flush(whole: &Whole, which: &[usize], bytes: usize, done: Done) {
     let parts = Parts::new(which.len().max(1), bytes, Vec::new(), done);
     for number in which {
         let part = parts.part(0..0);
-        match sets.get(*number) {
+        match whole.used().get(*number) {
             Some(set) => set.ask(Wish::Flush, part),
             None => part.ended(Err(EIO)).tell(),
         }
@@ -222,6 +257,7 @@ mod tests {
             id: Id::random(),
             name: "d".to_owned(),
             leaves: false,
+            start: None,
         };
         let set = || Set { copies: vec![copy()], next_member: 1 };
         let sets = || (0..stripes).map(|_| set()).collect();

@@ -5,7 +5,8 @@
 //! * `open`: from a name to an open disk: whose it is, and the files of a new one; `lock`: who had it on this host before.
 //! * `disk`: a request is split into parts, by the map's arithmetic; `parts`: what its parts have in common.
 //! * `set`: the state machine of a set, and what it asks for.
-//! * `member`: the thread of a copy, which connects to its server and takes its answers; `link`: one connection.
+//! * `member`: the thread of a copy, which connects to its server and takes its answers; `link`: one connection; `luns`: copies
+//!   without a server.
 //! * `records`: the thread that asks etcd, and changes records; `copies`: the thread that looks for copies that come or go.
 //!
 //! The rules and messages are in `docs/internals/pool.md`.
@@ -16,6 +17,7 @@ mod copies;
 mod disk;
 mod link;
 mod lock;
+mod luns;
 mod member;
 mod open;
 mod parts;
@@ -42,6 +44,8 @@ pub struct Name {
     pub take_over: bool,
     /// Nothing is written by the user.
     pub read_only: bool,
+    /// The folder of the records of this host's keys at LUNs.
+    pub fences: PathBuf,
 }
 
 /// Nanoseconds of a clock that goes on while the machine sleeps.

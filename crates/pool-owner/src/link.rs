@@ -139,11 +139,19 @@ pub(crate) fn connect(
     if let Ok(Err(e)) = socket_error(&socket) {
         return Err(io::Error::from(e).to_string());
     }
-    greet(&socket, greeting).map_err(|e| match e.kind() {
+    greet_server(&socket, greeting)?;
+    Ok(socket)
+}
+
+/// Names the server that is meant, on a connected socket. Reads of it wait for data.
+///
+/// # Errors
+/// In words.
+pub(crate) fn greet_server(socket: &OwnedFd, greeting: &Greeting) -> Result<(), String> {
+    greet(socket, greeting).map_err(|e| match e.kind() {
         io::ErrorKind::WouldBlock => format!("no answer within {} s", CONNECTING.as_secs()),
         _ => e.to_string(),
-    })?;
-    Ok(socket)
+    })
 }
 
 /// NBD's handshake, up to our option.

@@ -1,6 +1,7 @@
 //! The thread of a copy: it connects to the copy's server when the set's owner asks for it, and takes the answers.
 
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -14,7 +15,8 @@ use ferrite_pool::{Event, Generation, MemberId, OpId, Region, Reply};
 use ferrite_pool_map::{Access, Copy, Id};
 use rustix::io::Errno;
 
-use crate::link::{Link, connect, create, wait_for_answers, words};
+use crate::link::{Link, connect, create, greet_server, wait_for_answers, words};
+use crate::luns::Luns;
 use crate::set::Set;
 
 /// The first pause after a server has failed an operation: the set's owner drops it meanwhile, if another copy stays.
@@ -33,6 +35,7 @@ pub(crate) struct Way {
     pub(crate) access: Arc<Access>,
     pub(crate) pool: Id,
     pub(crate) tls: Option<PathBuf>,
+    pub(crate) luns: Arc<Luns>,
 }
 
 /// A copy, and who has it.
@@ -43,6 +46,8 @@ pub(crate) struct Place {
     pub(crate) extent: Extent,
     /// Bytes of the copy.
     pub(crate) bytes: u64,
+    /// Where its range of a LUN begins.
+    pub(crate) start: Option<u64>,
     /// Where the server was last.
     pub(crate) address: Arc<Mutex<Option<SocketAddr>>>,
 }
@@ -50,8 +55,15 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn of(copy: &Copy, bytes: u64, address: Option<SocketAddr>) -> Place {
         let extent = Extent { id: copy.id.0, name: copy.name.clone() };
-        let address = Arc::new(Mutex::new(address));
-        Place { member: MemberId(copy.member), server: copy.server.clone(), extent, bytes, address }
+        let (member, server) = (MemberId(copy.member), copy.server.clone());
+        Place {
+            member,
+            server,
+            extent,
+            bytes,
+            start: copy.start,
+            address: Arc::new(Mutex::new(address)),
+        }
     }
 
     fn greeting(&self, way: &Way) -> Greeting {
@@ -74,10 +86,24 @@ impl Place {
     /// # Errors
     /// In words.
     pub(crate) fn make(&self, way: &Way) -> Result<(), String> {
-        let at = self.last_address().or_else(|| self.look_up(way));
-        let at = at.ok_or("it does not announce itself")?;
-        let socket = connect(at, way.tls.as_deref(), &self.greeting(way))?;
+        let socket = match self.start {
+            Some(start) => self.lun(way, start)?,
+            None => {
+                let at = self.last_address().or_else(|| self.look_up(way));
+                let at = at.ok_or("it does not announce itself")?;
+                connect(at, way.tls.as_deref(), &self.greeting(way))?
+            }
+        };
         create(&socket, &self.extent, self.bytes, true)
+    }
+
+    /// Connects to the LUN that has it, which this process opens.
+    fn lun(&self, way: &Way, start: u64) -> Result<OwnedFd, String> {
+        let found = way.access.lun(way.pool, &self.server).map_err(|e| e.to_string())?;
+        let lun = found.ok_or("the pool has no such LUN any more")?;
+        let socket = way.luns.connect(self, start, &lun)?;
+        greet_server(&socket, &self.greeting(way))?;
+        Ok(socket)
     }
 }
 
@@ -137,8 +163,7 @@ impl Thread {
     fn connect(&mut self, set: &Set) -> Option<Arc<Link>> {
         let Thread { place, way, .. } = self;
         let (tls, greeting) = (way.tls.as_deref(), place.greeting(way));
-        let open = |at| {
-            let socket = connect(at, tls, &greeting)?;
+        let begin = |socket: OwnedFd| {
             if !set.is_in_sync(place.member) {
                 // It may be new, or its server has lost it: then it is made, and gets everything.
                 create(&socket, &place.extent, place.bytes, false)?;
@@ -146,12 +171,15 @@ impl Thread {
             wait_for_answers(&socket).map_err(|e| e.to_string())?;
             Ok::<_, String>(Link::new(socket))
         };
+        let open = |at| begin(connect(at, tls, &greeting)?);
         let known = place.last_address();
-        let mut tried = match known {
-            Some(at) => open(at),
-            None => Err("it does not announce itself".to_owned()),
+        let mut tried = match (place.start, known) {
+            (Some(start), _) => place.lun(way, start).and_then(begin),
+            (None, Some(at)) => open(at),
+            (None, None) => Err("it does not announce itself".to_owned()),
         };
-        let may_look = self.looked_up.is_none_or(|at| at.elapsed() >= LOOK_AGAIN);
+        let may_look =
+            place.start.is_none() && self.looked_up.is_none_or(|at| at.elapsed() >= LOOK_AGAIN);
         if tried.is_err() && may_look {
             self.looked_up = Some(Instant::now());
             if let Some(at) = place.look_up(way).filter(|at| Some(*at) != known) {
@@ -253,9 +281,12 @@ mod tests {
         let endpoints = vec!["http://127.0.0.1:1".to_owned()];
         let cluster = Settings { endpoints, tls: None, plain: true, cluster: None };
         let access = Access::new(Cluster::new(&cluster).unwrap(), "p").unwrap();
-        let way = Way { access: Arc::new(access), pool: Id::random(), tls: None };
+        let pool = Id::random();
+        let luns = Arc::new(Luns::new(pool, "/nonexistent".into()));
+        let way = Way { access: Arc::new(access), pool, tls: None, luns };
         let (id, name) = (Id::random(), "d-0-0".to_owned());
-        let copy = Copy { member: 0, server: "a".to_owned(), id, name, leaves: false };
+        let server = "a".to_owned();
+        let copy = Copy { member: 0, server, id, name, leaves: false, start: None };
         Thread::new(Place::of(&copy, 4 << 20, None), Arc::new(way), Weak::new())
     }
 

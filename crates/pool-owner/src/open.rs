@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use ferrite_etcd::{Cluster, Settings, TlsFiles};
 use ferrite_helper::{Fault, State as Held};
 use ferrite_pool::{Event, Failure, MemberId, OwnerId, Record, Revision};
-use ferrite_pool_map::{Access, Error, State, StoredRecord};
+use ferrite_pool_map::{Access, Disk as Map, Error, State, StoredRecord};
 
-use crate::disk::Disk;
+use crate::disk::{Disk, Now, Whole};
 use crate::lock::{Lock, new_owner};
+use crate::luns::Luns;
 use crate::member::{self, Place, Way};
+use crate::records::Records;
 use crate::set::Set;
 use crate::{Name, copies, records};
 
@@ -47,23 +49,28 @@ pub fn open(name: &Name) -> Result<Disk, Fault> {
     let lock = Lock::take(state.pool.id, map.id, &shown, name.take_over)?;
     let records = checked(&state, name, &shown, &lock)?;
     let access = Arc::new(access);
-    let way = Arc::new(Way { access: access.clone(), pool: state.pool.id, tls: name.tls.clone() });
+    let luns = Arc::new(Luns::new(state.pool.id, name.fences.clone()));
+    let (pool, tls) = (state.pool.id, name.tls.clone());
+    let way = Arc::new(Way { access: access.clone(), pool, tls, luns });
     let me = new_owner();
     let owners = records.iter().map(|record| record.stored.owner).collect();
-    let sets = sets(&state, name, &shown, (me, records), &access)?;
+    let wanted = Wanted { disk: &name.disk, shown: &shown, me };
+    let thread =
+        |e: std::io::Error| Fault::passing(format!("no thread for {shown}: {e}"), "free memory");
+    let changes = records::start(access.clone()).map_err(thread)?;
+    let sets = sets(&state, &map, &wanted, &records, 0, &changes);
     // Before the first change: a successor has to know whose it was.
     lock.takes(me, &owners);
     let disk = Disk {
         name: shown.clone(),
-        map,
-        sets: Arc::new(sets),
+        now: Arc::new(Now::new(Whole { map, sets })),
         access,
         read_only: name.read_only,
         has_lost: AtomicBool::new(false),
         me,
         lock,
     };
-    begin(&disk, &name.disk, &way).map_err(|e| {
+    begin(&disk, &name.disk, &way, changes).map_err(|e| {
         Fault::passing(format!("a thread of {shown} cannot be started: {e}"), "free memory")
     })?;
     match serve(&disk) {
@@ -114,7 +121,9 @@ fn checked(
     if name.take_over {
         return Ok(records);
     }
-    if lock.has_lost(&records.iter().map(|record| record.stored.owner).collect()) {
+    // A set that was never opened is what the disk has grown by: its predecessor has not seen it yet.
+    let opened = records.iter().filter(|record| record.stored.generation > 0);
+    if lock.has_lost(&opened.map(|record| record.stored.owner).collect()) {
         let why = format!("{shown} was taken by another process while this disk had it");
         let help = "end the guest here: what it has in memory is no longer what the disk has; then attach it anew";
         return Err(Fault::lasting(why, help));
@@ -132,35 +141,59 @@ fn checked(
     }
 }
 
-/// All sets of the disk, before anything is taken.
-fn sets(
+/// Whose sets are made.
+pub(crate) struct Wanted<'a> {
+    pub(crate) disk: &'a str,
+    /// For people.
+    pub(crate) shown: &'a str,
+    pub(crate) me: OwnerId,
+}
+
+/// The sets of a disk from the one with the number `first` on, before anything is taken. `found` has all records.
+pub(crate) fn sets(
     state: &State,
-    name: &Name,
-    shown: &str,
-    (me, found): (OwnerId, Vec<StoredRecord>),
-    access: &Arc<Access>,
-) -> Result<Vec<Arc<Set>>, Fault> {
-    let thread =
-        |e: std::io::Error| Fault::passing(format!("no thread for {shown}: {e}"), "free memory");
-    let records = records::start(access.clone()).map_err(thread)?;
-    let disk = state.disks.get(&name.disk).into_iter().flat_map(|disk| disk.sets());
-    let set = |(number, ((set, bytes), record)): (usize, (_, StoredRecord))| {
-        let set: &ferrite_pool_map::Set = set;
+    map: &Map,
+    wanted: &Wanted<'_>,
+    found: &[StoredRecord],
+    first: usize,
+    changes: &Records,
+) -> Vec<Arc<Set>> {
+    let set = |(number, ((set, bytes), record)): (
+        usize,
+        ((&ferrite_pool_map::Set, u64), &StoredRecord),
+    )| {
         let place = |copy: &ferrite_pool_map::Copy| {
             let address = state.servers.get(&copy.server).map(|server| server.address);
             (MemberId(copy.member), Place::of(copy, bytes, address))
         };
         let places = set.copies.iter().map(place).collect();
-        let called = (format!("{shown}, set {number}"), state.record_key(&name.disk, number));
+        let called =
+            (format!("{}, set {number}", wanted.shown), state.record_key(wanted.disk, number));
         let found = (Revision(record.revision.0), Record::from(&record.stored));
-        Set::new(called, places, bytes, me, found, records.clone())
+        Set::new(called, places, bytes, wanted.me, found, changes.clone())
     };
-    Ok(disk.zip(found).enumerate().map(set).collect())
+    map.sets().zip(found).enumerate().skip(first).map(set).collect()
 }
 
 /// Makes the files of a new disk, takes the disk, and starts its threads.
-fn begin(disk: &Disk, name: &str, way: &Arc<Way>) -> std::io::Result<()> {
-    for set in disk.sets.iter() {
+fn begin(disk: &Disk, name: &str, way: &Arc<Way>, changes: Records) -> std::io::Result<()> {
+    begin_sets(&disk.now.get().sets, way)?;
+    copies::start(disk, name, way.clone(), changes)?;
+    let now = Arc::downgrade(&disk.now);
+    let ticks = std::thread::Builder::new().name("ticks".into());
+    ticks.spawn(move || {
+        loop {
+            std::thread::sleep(TICK);
+            let Some(now) = now.upgrade() else { return };
+            now.get().sets.iter().for_each(|set| set.happened(Event::Tick));
+        }
+    })?;
+    Ok(())
+}
+
+/// Makes the files of sets that no owner has opened yet, takes the sets, and starts their threads.
+pub(crate) fn begin_sets(sets: &[Arc<Set>], way: &Arc<Way>) -> std::io::Result<()> {
+    for set in sets {
         if set.is_new() {
             make(set, way);
         }
@@ -171,18 +204,6 @@ fn begin(disk: &Disk, name: &str, way: &Arc<Way>) -> std::io::Result<()> {
         }
         set.begin(threads);
     }
-    copies::start(disk, name, way.clone())?;
-    let sets: Vec<_> = disk.sets.iter().map(Arc::downgrade).collect();
-    let ticks = std::thread::Builder::new().name("ticks".into());
-    ticks.spawn(move || {
-        loop {
-            std::thread::sleep(TICK);
-            let alive = sets.iter().filter_map(|set| set.upgrade());
-            if alive.map(|set| set.happened(Event::Tick)).count() == 0 {
-                return;
-            }
-        }
-    })?;
     Ok(())
 }
 

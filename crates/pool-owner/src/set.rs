@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_pool::wire::{BLOCK_BYTES, Kind, MAX_PAYLOAD, regions_to_bytes};
 use ferrite_pool::{
-    Blocks, Config, ConnId, Data, Effect, Event, Failure, Io, MemberId, Members, OpId, Owner,
-    OwnerId, Record, Reply, Request, RequestId, Revision, Rules, Wanted as Asks,
+    Blocks, Config, ConnId, DRIFT, Data, Effect, Event, Failure, Io, MemberId, Members, OpId,
+    Owner, OwnerId, Record, Reply, Request, RequestId, Revision, Rules, TRUST, Wanted as Asks,
 };
 
 pub(crate) use ferrite_pool::wire::region_bytes;
@@ -18,10 +18,6 @@ use crate::now;
 use crate::parts::{Ended, Part};
 use crate::records::{Records, Wanted};
 
-/// T of the rules, in nanoseconds.
-const TRUST: u64 = 2_000_000_000;
-/// 2 % of it: two clocks that differ by 1 % each.
-const DRIFT: u64 = 40_000_000;
 /// A server that has not answered for so long is lost.
 const PATIENCE: u64 = 2_800_000_000;
 /// A server that has gone may be back within this.
@@ -92,8 +88,8 @@ impl Set {
         // The first effect is to read the record, which was read already.
         let (machine, _) = Owner::start(Config {
             me,
-            trust: TRUST,
-            drift: DRIFT,
+            trust: TRUST.as_nanos() as u64,
+            drift: DRIFT.as_nanos() as u64,
             patience: PATIENCE,
             grace: GRACE,
             region_blocks: region_bytes(bytes) / BLOCK_BYTES,

@@ -22,4 +22,4 @@ pub use messages::{Data, Io, Reply, Request};
 pub use names::{Blocks, BootId, ConnId, Generation, MemberId, Members, OpId, OwnerId, Region};
 pub use owner::{Config, Effect, Event, Failure, Owner, RequestId, Wanted};
 pub use record::{Record, Revision, Said};
-pub use rules::{Rule, Rules};
+pub use rules::{DRIFT, Rule, Rules, TRUST};

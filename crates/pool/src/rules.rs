@@ -1,5 +1,12 @@
 //! The rules that a test may leave out, to see that it finds that.
 
+use std::time::Duration;
+
+/// T: for so long an owner relies on a confirmed generation (R5). Tests of the state machines have their own.
+pub const TRUST: Duration = Duration::from_secs(2);
+/// 2 % of it: two clocks that differ by 1 % each.
+pub const DRIFT: Duration = Duration::from_millis(40);
+
 /// A rule, or a part of one (`docs/internals/pool.md`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {

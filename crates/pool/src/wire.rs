@@ -35,6 +35,14 @@ pub fn region_bytes(size: u64) -> u64 {
     size.div_ceil(MAX_REGIONS).next_power_of_two().max(MIN_REGION)
 }
 
+/// A copy on a LUN is a range of it, which begins and ends at multiples of this. The first one is the LUN's own.
+pub const RANGE_UNIT: u64 = 1 << 20;
+
+/// Bytes of the range of a copy of this size: a unit for its state, then the data.
+pub fn range_bytes(size: u64) -> u64 {
+    size.div_ceil(RANGE_UNIT).saturating_add(1).saturating_mul(RANGE_UNIT)
+}
+
 /// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]

@@ -1,8 +1,8 @@
 //! The image as the medium of a helper.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ferrite_helper::{Done, Fault, Links, Medium, Request, What, refuse_links};
@@ -95,10 +95,8 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
         Ok(opened) => {
             let disk = Disk { opened: Arc::new(opened), has_lost: AtomicBool::new(false) };
             let links = Links::new(disk);
-            let weak = Arc::downgrade(&links);
             // Without the thread the disk has its new size when it is opened again.
-            let _ =
-                std::thread::Builder::new().name("size".into()).spawn(move || follow_size(&weak));
+            let _ = links.follow_size(SIZE_EVERY);
             links.take_from(&control);
             end(links);
             ExitCode::SUCCESS
@@ -117,21 +115,6 @@ fn be_nobody() -> Result<(), Fault> {
     }
     leave_root(user_of_helper(std::process::id()))
         .map_err(|e| Fault::lasting(e.to_string(), "start it as root with all its capabilities"))
-}
-
-/// Ends all connections when the image has grown: NBD tells a client the size in its greeting only, and ours connects again at
-/// once. It repeats what was not answered.
-fn follow_size(links: &Weak<Links<Disk>>) {
-    let mut known = None;
-    while let Some(links) = links.upgrade() {
-        if let Some(bytes) = links.medium().bytes()
-            && known.replace(bytes).is_some_and(|known| bytes > known)
-        {
-            links.close_all();
-        }
-        drop(links);
-        std::thread::sleep(SIZE_EVERY);
-    }
 }
 
 /// No request is under way when the lock is given back.

@@ -18,10 +18,10 @@ const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
      --iodepth=8 --fsync=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based \
      --runtime=1000 --minimal";
 
-const TARGET: &str = "iqn.2026-01.example:lun";
+pub(super) const TARGET: &str = "iqn.2026-01.example:lun";
 
 /// The initiator with two names, and the sessions of both.
-const LOGINS: &str = "
+pub(super) const LOGINS: &str = "
 modprobe -a iscsi_tcp sd_mod
 ip link set lo up
 mkdir -p /run/lock/iscsi /etc/iscsi
@@ -34,7 +34,7 @@ iscsiadm -m node -o update -n node.session.timeo.replacement_timeout -v 60
 iscsiadm -m node --login
 for i in $(seq 100); do [ $(ls /sys/class/iscsi_session/*/device/target*/*/block/ 2>/dev/null | grep -c ^sd) = 2 ] && break; sleep 0.3; done
 ";
-const LOGOUTS: &str = "
+pub(super) const LOGOUTS: &str = "
 iscsiadm -m node --logout; iscsiadm -m node -o delete; iscsiadm -m iface -I b -o delete
 kill $(pgrep -x iscsid)
 rm -rf /lab/lun /lab/b-records /var/lib/ferrite/fences
@@ -42,7 +42,7 @@ rm -rf /lab/lun /lab/b-records /var/lib/ferrite/fences
 
 /// LIO, by its folders in configfs. What it has written of registrations is told to it when it comes again, as its tools do:
 /// before the LUN has a target, since LIO takes it at no other time.
-const LIO: &str = "
+pub(super) const LIO: &str = "
 modprobe -a target_core_file iscsi_target_mod
 mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
 c=/sys/kernel/config/target
@@ -66,7 +66,7 @@ done
 mkdir $t/np/127.0.0.1:3260
 echo 1 >$t/enable
 ";
-const LIO_AWAY: &str = "
+pub(super) const LIO_AWAY: &str = "
 c=/sys/kernel/config/target
 t=$c/iscsi/TARGET/tpgt_1
 echo 0 >$t/enable
@@ -86,7 +86,7 @@ tgtadm --lld iscsi --op bind --mode target --tid 1 -I ALL
 ";
 
 /// The block device of the session of this initiator.
-fn device(bench: &mut Bench<'_>, initiator: &str) -> Result<String> {
+pub(super) fn device(bench: &mut Bench<'_>, initiator: &str) -> Result<String> {
     let find = format!(
         "for s in /sys/class/iscsi_session/session*; do grep -qx iqn.2026-01.example:{initiator} $s/initiatorname && \
          ls -d $s/device/target*/*/block/sd*; done | head -n 1"
@@ -96,7 +96,7 @@ fn device(bench: &mut Bench<'_>, initiator: &str) -> Result<String> {
     Ok(format!("/dev/{}", name.with_context(|| format!("no LUN of initiator {initiator}"))?))
 }
 
-fn has(bench: &mut Bench<'_>, command: &str) -> Result<bool> {
+pub(super) fn has(bench: &mut Bench<'_>, command: &str) -> Result<bool> {
     let found = bench.xenhost.dom0(&format!("command -v {command}"), 30)?.status == 0;
     if !found {
         steps::say(format!("left out: this domain 0 has no {command}"));
@@ -104,7 +104,7 @@ fn has(bench: &mut Bench<'_>, command: &str) -> Result<bool> {
     Ok(found)
 }
 
-fn attach(guest: &Guest, device: &str) -> String {
+pub(super) fn attach(guest: &Guest, device: &str) -> String {
     let words = "format=raw,vdev=xvdb,access=w,backendtype=tap,script=block-ferrite,target=";
     format!("xl block-attach {} '{words}{device}'", guest.name())
 }
@@ -114,7 +114,7 @@ fn fenced(device: &str, how: &str) -> String {
 }
 
 /// Fails unless the output of a command has this.
-fn says(bench: &mut Bench<'_>, command: &str, what: &str) -> Result<()> {
+pub(super) fn says(bench: &mut Bench<'_>, command: &str, what: &str) -> Result<()> {
     let said = bench.xenhost.dom0(&format!("{command} 2>&1"), 120)?.stdout;
     if !said.contains(what) {
         bail!("{command} does not say {what:?}: {said}");

@@ -19,6 +19,8 @@ mod media;
 mod net;
 mod nvme;
 mod own_grants;
+pub(crate) mod pooled;
+mod pooled_lun;
 mod processors;
 mod recovery;
 pub(crate) mod remotes;
@@ -124,6 +126,7 @@ pub(crate) fn all() -> Vec<Case> {
         remotes::CASES,
         shared::CASES,
         fenced::CASES,
+        pooled_lun::CASES,
         devices::CASES,
         media::CASES,
         net::CASES,

@@ -19,36 +19,34 @@ const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
 
 const KILL_WORKER: &str = "kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)";
 
-/// Two resources of one host, each the other's peer. The second one's device is what another host would have.
+/// Two resources of one host, each the other's peer, by drbdsetup: drbdadm takes no host for two. The second one's device is what
+/// another host would have.
 const DRBD_UP: &str = "
 modprobe drbd
 ip link set lo up
 for i in 1 2; do
+    p=$((3 - i))
     truncate -s 96M /lab/drbd$i
     losetup /dev/loop$((i + 40)) /lab/drbd$i
-    p=$((3 - i))
-    cat >/etc/drbd.d/copy$i.res <<EOF
-resource copy$i {
-    net { protocol C; }
-    device /dev/drbd$i minor $i;
-    disk /dev/loop$((i + 40));
-    meta-disk internal;
-    floating 127.0.0.1:778$i;
-    floating 127.0.0.1:778$p;
-}
-EOF
-    drbdadm create-md --force copy$i
+    drbdmeta --force $i v08 /dev/loop$((i + 40)) internal create-md
+    drbdsetup new-resource copy$i
+    drbdsetup new-minor copy$i $i 0
+    drbdsetup attach $i /dev/loop$((i + 40)) /dev/loop$((i + 40)) internal
+    drbdsetup connect copy$i ipv4:127.0.0.1:778$i ipv4:127.0.0.1:778$p --protocol=C
 done
-drbdadm up copy1 copy2
-drbdadm primary --force copy1
+drbdsetup primary 1 --force
 ";
 const DRBD_DOWN: &str = "
-drbdadm down copy1 copy2
+drbdsetup down copy1
+drbdsetup down copy2
 losetup -d /dev/loop41 /dev/loop42
-rm -f /lab/drbd1 /lab/drbd2 /etc/drbd.d/copy*.res
+rm -f /lab/drbd1 /lab/drbd2
 ";
 /// Both copies are in sync.
-const DRBD_SYNCED: &str = "drbdadm dstate copy1 | grep -q UpToDate/UpToDate";
+const DRBD_SYNCED: &str = "drbdsetup dstate 1 | grep -q UpToDate/UpToDate";
+const DRBD_LOSE: &str = "drbdsetup disconnect ipv4:127.0.0.1:7782 ipv4:127.0.0.1:7781";
+const DRBD_AGAIN: &str =
+    "drbdsetup connect copy2 ipv4:127.0.0.1:7782 ipv4:127.0.0.1:7781 --protocol=C";
 
 /// A target of LIO with two portals, by its folders in configfs, and a volume on the device that multipath makes of both sessions.
 const ISCSI_UP: &str = "
@@ -134,13 +132,10 @@ fn on_drbd(bench: &mut Bench<'_>) -> Result<()> {
     }
     bench.xenhost.sh(DRBD_UP)?;
     bench.xenhost.wait_until("both copies", DRBD_SYNCED, 120)?;
-    let commands =
-        ["drbdadm disconnect copy2", KILL_WORKER, "drbdadm connect copy1 copy2", KILL_WORKER];
+    let commands = [DRBD_LOSE, KILL_WORKER, DRBD_AGAIN, KILL_WORKER];
     under_load(bench, "/dev/drbd1", &commands)?;
     bench.xenhost.wait_until("both copies", DRBD_SYNCED, 120)?;
-    bench
-        .xenhost
-        .sh("drbdadm secondary copy1 && drbdadm primary copy2 && drbdadm secondary copy2")?;
+    bench.xenhost.sh("drbdsetup secondary 1 && drbdsetup primary 2 && drbdsetup secondary 2")?;
     // The metadata are behind the data.
     bench.xenhost.sh("cmp -n $((64 << 20)) /lab/drbd1 /lab/drbd2")?;
     bench.xenhost.sh(DRBD_DOWN).map(drop)

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use ferrite_disk::Fencing;
 use ferrite_serve::counters::snapshot::{self, Snapshot as Counters};
 use ferrite_serve::counters::stats_file;
 use ferrite_xen::store::{Store, StoreError};
@@ -186,7 +187,10 @@ fn seconds(time: SystemTime) -> u64 {
 pub(crate) fn list(shared: &Shared) -> Disks {
     let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
     let mut disks: Vec<Disk> = shared.table.read(|disks| disks.iter().map(disk).collect());
-    disks.iter_mut().for_each(|disk| add_counters(shared, disk));
+    disks.iter_mut().for_each(|disk| {
+        add_counters(shared, disk);
+        add_fence(shared, disk);
+    });
     Disks { disks, no_xen: no_xen(shared) }
 }
 
@@ -200,6 +204,14 @@ fn add_counters(shared: &Shared, disk: &mut Disk) {
     disk.full = seen.full_since_unix_s.map(|since| Full { requests, since });
     let hangs = shared.hanging.of(disk.disk, &seen);
     disk.hangs = hangs.map(|(requests, since)| Hangs { requests, since: seconds(since) });
+}
+
+/// Adds whether the disk's LUN may forget which host writes to it.
+fn add_fence(shared: &Shared, disk: &mut Disk) {
+    let of_entry = |entry: &Entry| entry.beside;
+    let beside = shared.table.read(|disks| disks.get(&disk.disk).and_then(of_entry));
+    let options = shared.serving.options(beside.unwrap_or(disk.disk));
+    disk.weak = options.is_some_and(|options| options.fence == Fencing::WeakReservation);
 }
 
 /// The counters of a disk, if they can be read.
@@ -228,6 +240,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         starts: entry.starts,
         full: None,
         hangs: None,
+        weak: false,
         // The image that was refused is between the daemon and the next one.
         paused: entry.pause.clone().map(|pause| Pause { refused: None, ..pause }),
         guest: entry.tap.as_ref().and_then(|tap| tap.guest),
@@ -240,6 +253,7 @@ pub(super) fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
     let found = shared.table.read(|disks| disks.get(&id).map(|entry| describe(id, entry)));
     let mut disk = found.ok_or_else(|| no_disk(id))?;
     add_counters(shared, &mut disk);
+    add_fence(shared, &mut disk);
     Ok(disk)
 }
 

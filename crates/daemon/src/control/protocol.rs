@@ -335,6 +335,9 @@ pub struct Disk {
     /// Its requests that its storage does not answer.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub hangs: Option<Hangs>,
+    /// Whether two hosts may write to its LUN when its target has started again (`fence = "weak-reservation"`).
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub weak: bool,
     /// Its pause, also while it begins or ends.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub paused: Option<Pause>,

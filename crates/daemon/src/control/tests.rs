@@ -126,6 +126,7 @@ fn disk() -> Disk {
         starts: 2,
         full: Some(FULL),
         hangs: Some(HANGS),
+        weak: true,
         paused: Some(pause()),
         guest: Some(DiskId { domid: 1, devid: 2 }),
         why: Some("no".to_owned()),

@@ -478,6 +478,16 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-pool-replace" => {
             &[("Replace the copies on a lost server.", "ferrite pool replace lab/web1 b --by c")]
         }
+        "ferrite-pool-repair" => {
+            &[("Bring all copies of a disk up to date.", "ferrite pool repair lab/web1")]
+        }
+        "ferrite-pool-add-lun" => &[(
+            "Take a LUN of a storage array into the pool, and make a disk on it.",
+            "ferrite pool add-lun lab san1 /dev/mapper/san1 --array san\nferrite pool create lab/web2 10G --replicas 1 --on san1",
+        )],
+        "ferrite-pool-remove-lun" => {
+            &[("Take a LUN out of the pool.", "ferrite pool remove-lun lab san1")]
+        }
         "ferrite-pool-drain" => {
             &[("Empty a server before it is stopped.", "ferrite pool drain lab b")]
         }

@@ -10,6 +10,8 @@ use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_host::limited;
 use ferrite_host::log_limit::SharedLogLimit;
 use ferrite_member::Server;
+use ferrite_pool::wire::Extent;
+use ferrite_pool_map::{Id, clean};
 use serde_json::json;
 
 use crate::exit::{Code, Failure};
@@ -64,6 +66,7 @@ impl Announced {
                         "etcd does not hear of this server: {e}"
                     );
                 }
+                clean_up(&cluster, &of, &limit);
                 match stopped.recv_timeout(PAUSE) {
                     Err(RecvTimeoutError::Timeout) => {}
                     _ => break,
@@ -85,6 +88,21 @@ impl Drop for Announced {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+/// Removes the files of copies that the map has not any more.
+fn clean_up(cluster: &Cluster, of: &Announcement, limit: &SharedLogLimit) {
+    let remove = |name: &str, id: Id| {
+        let removed = of.server.discard(&Extent { id: id.0, name: name.to_owned() });
+        match &removed {
+            Ok(()) => tracing::info!("{name} is removed: no disk has it any more"),
+            Err(e) => limited!(warn, limit, SystemClock.now_ns(), "{e}"),
+        }
+        removed.is_ok()
+    };
+    if let Err(e) = clean(cluster, Id(of.pool), &of.name, remove) {
+        limited!(warn, limit, SystemClock.now_ns(), "files that nobody needs stay: {e}");
     }
 }
 

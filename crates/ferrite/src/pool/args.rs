@@ -60,6 +60,8 @@ pub(crate) enum PoolCommand {
     Delete(DeleteArgs),
     /// Have another server get the copies of a disk that a server has.
     Replace(ReplaceArgs),
+    /// Fill copies that are new or have missed something, and wait until all are in sync.
+    Repair(DiskArg),
     /// Give a server no new copies, and have others get those that it has.
     Drain(DrainArgs),
     /// Serve the copies in a folder to the hosts of a pool, in the foreground, until a signal comes.
@@ -68,6 +70,10 @@ pub(crate) enum PoolCommand {
     /// Be the owner process of a disk, for the keeper or command that has started it.
     #[command(hide = true)]
     Own(own::OwnArgs),
+    /// Take a LUN into the pool that the hosts' own initiators have. All that is on it is lost.
+    AddLun(AddLunArgs),
+    /// Take a LUN out of the pool that has no copies any more.
+    RemoveLun(RemoveLunArgs),
     /// Take a disk from its owner. Only if that is known to be dead: until the next owner opens the disk, it may still write.
     Steal(DiskArg),
 }
@@ -82,7 +88,10 @@ impl PoolCommand {
             PoolCommand::Resize(of) => &of.disk.pool,
             PoolCommand::Delete(of) => &of.disk.pool,
             PoolCommand::Replace(of) => &of.disk.pool,
+            PoolCommand::Repair(of) => &of.disk.pool,
             PoolCommand::Drain(of) => &of.pool,
+            PoolCommand::AddLun(of) => &of.pool,
+            PoolCommand::RemoveLun(of) => &of.pool,
             PoolCommand::Steal(of) => &of.disk.pool,
             PoolCommand::Serve(_) | PoolCommand::Own(_) => return None,
         })
@@ -144,6 +153,9 @@ pub(crate) struct CreateArgs {
     /// Consecutive bytes of one part.
     #[arg(long, value_name = "SIZE", default_value = "1M", value_parser = bytes)]
     pub(crate) stripe_size: u64,
+    /// The servers and LUNs that get the copies. Without it the emptiest servers, and no LUN.
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', value_parser = name)]
+    pub(crate) on: Vec<String>,
     /// Name this request with 32 digits 0-9, a-f: if it is repeated, no second disk is made and the first is found.
     #[arg(long, value_name = "ID")]
     pub(crate) request: Option<Id>,
@@ -188,7 +200,7 @@ pub(crate) struct ReplaceArgs {
     /// The server that is to have no copy of it any more.
     #[arg(value_parser = name)]
     pub(crate) server: String,
-    /// The server that gets them. Without it, the emptiest one.
+    /// The server or LUN that gets them. Without it, the emptiest server.
     #[arg(long, value_name = "SERVER", value_parser = name)]
     pub(crate) by: Option<String>,
 }
@@ -205,6 +217,39 @@ pub(crate) struct DrainArgs {
     /// Give it new copies again.
     #[arg(long)]
     pub(crate) undo: bool,
+}
+
+/// `ferrite pool add-lun`.
+#[derive(Debug, Args)]
+pub(crate) struct AddLunArgs {
+    /// The pool.
+    #[arg(value_parser = name)]
+    pub(crate) pool: String,
+    /// Its name in the pool, which no server has.
+    #[arg(value_parser = name)]
+    pub(crate) name: String,
+    /// Its block device, or multipath's device of it.
+    pub(crate) device: PathBuf,
+    /// What it fails with. Copies of a part are on different arrays.
+    #[arg(long, value_name = "NAME", value_parser = name, default_value = "luns")]
+    pub(crate) array: String,
+    /// Take it also if there is something on it.
+    #[arg(long)]
+    pub(crate) erase: bool,
+    /// Take it also if its target forgets reservations when it starts again: two hosts may write then.
+    #[arg(long)]
+    pub(crate) weak: bool,
+}
+
+/// `ferrite pool remove-lun`.
+#[derive(Debug, Args)]
+pub(crate) struct RemoveLunArgs {
+    /// The pool.
+    #[arg(value_parser = name)]
+    pub(crate) pool: String,
+    /// The LUN.
+    #[arg(value_parser = name)]
+    pub(crate) name: String,
 }
 
 fn name(text: &str) -> Result<String, &'static str> {

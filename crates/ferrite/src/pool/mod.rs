@@ -10,7 +10,10 @@ use crate::image::{json, print};
 
 mod announce;
 pub(crate) mod args;
+pub(crate) mod health;
+mod luns;
 mod own;
+mod repair;
 mod serve;
 mod settings;
 mod status;
@@ -56,6 +59,9 @@ pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
         PoolCommand::Drain(drain) => drain_server(args, drain, &say),
         PoolCommand::Own(own) => own::run(args, own),
         PoolCommand::Serve(server) => serve::run(args, server),
+        PoolCommand::Repair(of) => repair::run(args, &of.disk, &say),
+        PoolCommand::AddLun(lun) => luns::add(&access(args, &lun.pool)?, lun),
+        PoolCommand::RemoveLun(lun) => luns::remove(&access(args, &lun.pool)?, lun),
         PoolCommand::Steal(of) => {
             let pool = access(args, &of.disk.pool)?;
             let had_owner = pool.steal(&of.disk.disk).map_err(|e| failed("take the disk", &e))?;
@@ -141,7 +147,8 @@ fn create_disk(args: &PoolArgs, create: &CreateArgs, say: &Say) -> Result<(), Fa
     let CreateArgs { replicas, stripes, stripe_size, .. } = *create;
     let shape = Shape { replicas, stripes, stripe_size };
     let request = create.request.unwrap_or_else(Id::random);
-    let done = pool.create(&create.disk.disk, &NewDisk { bytes: create.size, shape, request });
+    let new = NewDisk { bytes: create.size, shape, request, on: create.on.clone() };
+    let done = pool.create(&create.disk.disk, &new);
     done.map_err(|e| match e {
         Error::Unsettled(_) => failed("make the disk", &e)
             .with_more_help(&format!("repeat the command with --request {request}")),

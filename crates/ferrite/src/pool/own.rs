@@ -22,6 +22,9 @@ use crate::serve::stop_on_signals;
 /// How long the end may wait for requests under way.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// How often it is seen whether the disk has grown.
+const SIZE_EVERY: Duration = Duration::from_secs(1);
+
 /// The arguments of `ferrite pool own`.
 #[derive(Debug, Args)]
 pub(crate) struct OwnArgs {
@@ -59,6 +62,7 @@ pub(super) fn run(of: &PoolArgs, args: &OwnArgs) -> Result<(), Failure> {
                 tls,
                 take_over: args.take_over,
                 read_only: args.read_only,
+                fences: settings::fences(),
             }
         });
     let shown = format!("cannot open pool:{}/{}", args.pool, args.disk);
@@ -78,6 +82,8 @@ pub(super) fn run(of: &PoolArgs, args: &OwnArgs) -> Result<(), Failure> {
             match name.and_then(|name| open(&name)) {
                 Ok(disk) => {
                     let links = Links::new(disk);
+                    // Without the thread the disk has its new size when it is opened again.
+                    let _ = links.follow_size(SIZE_EVERY);
                     links.take_from(&control);
                     end(links);
                     Ok(())
@@ -106,6 +112,7 @@ fn listen(
     listener.set_nonblocking(true).map_err(failed)?;
     println!("ready: {}", path.display());
     let links = Links::new(disk);
+    let _ = links.follow_size(SIZE_EVERY);
     loop {
         let (stop, socket) = (stop.fd(), listener.as_fd());
         let mut polled = [stop, socket].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));

@@ -110,6 +110,12 @@ fn configured(pool: &str) -> Result<Option<PoolOptions>, ConfigError> {
     Ok(Config::load(&file(), is_named)?.pools.remove(pool))
 }
 
+/// The folder of the records of this host's keys at LUNs.
+pub(super) fn fences() -> PathBuf {
+    let is_named = std::env::var_os(CONFIGURED_BY).is_some();
+    Config::load(&file(), is_named).unwrap_or_default().fence_records()
+}
+
 fn wrong(pool: &str, e: &ConfigError) -> Failure {
     let what = format!("cannot learn where the pool {pool} is");
     let help = "correct the file (ferrite daemon --check-config), or give --etcd";

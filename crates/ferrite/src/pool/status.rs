@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
-use ferrite_pool_map::{Copy, Disk, Id, State, rooms};
+use ferrite_host::fence::find;
+use ferrite_pool_map::{Copy, Disk, Id, Lun, State, rooms};
 use serde::Serialize;
 
 use crate::plain::one_line;
@@ -14,6 +15,7 @@ pub(super) struct Status {
     pub(super) pool: String,
     id: Id,
     servers: Vec<ServerStatus>,
+    luns: Vec<LunStatus>,
     pub(super) disks: Vec<DiskStatus>,
     /// Files that are not needed any more.
     removed_files: usize,
@@ -39,6 +41,24 @@ struct ServerStatus {
     copies: usize,
 }
 
+#[derive(Serialize)]
+struct LunStatus {
+    name: String,
+    /// The name that it has on every host.
+    wwid: String,
+    array: String,
+    /// Its device here. None: this host has no such LUN.
+    device: Option<String>,
+    bytes: u64,
+    used_bytes: u64,
+    /// Its target forgets reservations when it starts again.
+    weak: bool,
+    drained: bool,
+    copies: usize,
+    /// None: no disk has it. A disk that is gone has no name.
+    disk: Option<String>,
+}
+
 /// A disk.
 #[derive(Serialize)]
 pub(super) struct DiskStatus {
@@ -49,7 +69,7 @@ pub(super) struct DiskStatus {
     stripes: usize,
     stripe_size: u64,
     /// Whether each part has as many copies in sync as it is to have.
-    whole: bool,
+    pub(super) whole: bool,
     sets: Vec<SetStatus>,
 }
 
@@ -81,10 +101,31 @@ impl Status {
             pool: pool.to_owned(),
             id: state.pool.id,
             servers: servers(state),
+            luns: luns(state),
             disks: disks.collect(),
             removed_files: state.removed.len(),
             odd_keys: odd.map(|(key, why)| OddKey { key: key.clone(), why: why.clone() }).collect(),
         }
+    }
+}
+
+impl DiskStatus {
+    /// The servers and LUNs whose copies are not in sync, or wait to be replaced.
+    pub(super) fn not_in_sync(&self) -> Vec<String> {
+        let copies = self.sets.iter().flat_map(|set| &set.copies);
+        let missing = copies.filter(|copy| copy.state != "in_sync" || copy.leaves);
+        let mut names: Vec<String> = missing.map(|copy| copy.server.clone()).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
+impl Status {
+    /// The servers that have copies and do not announce themselves.
+    pub(super) fn silent(&self) -> impl Iterator<Item = &str> {
+        let is_silent = |it: &&ServerStatus| it.copies > 0 && it.address.is_none();
+        self.servers.iter().filter(is_silent).map(|it| it.name.as_str())
     }
 }
 
@@ -93,9 +134,10 @@ fn servers(state: &State) -> Vec<ServerStatus> {
     let with_copies = state.disks.values().flat_map(Disk::copies).map(|(_, copy)| &copy.server);
     let mut names: Vec<&String> =
         state.servers.keys().chain(with_copies).chain(&state.pool.drained).collect();
+    names.retain(|name| !state.luns.contains_key(*name));
     names.sort();
     names.dedup();
-    let rooms = rooms(&state.pool, &state.servers, state.disks.values());
+    let rooms = rooms(state, None);
     let status = |name: &String| {
         let server = state.servers.get(name);
         let has = |(_, copy): &(usize, &Copy)| copy.server == *name;
@@ -111,6 +153,26 @@ fn servers(state: &State) -> Vec<ServerStatus> {
     names.into_iter().map(status).collect()
 }
 
+fn luns(state: &State) -> Vec<LunStatus> {
+    let status = |(name, lun): (&String, &Lun)| {
+        let has = |(_, copy): &(usize, &Copy)| copy.server == *name;
+        let of = |id| state.disks.iter().find(|(_, disk)| disk.id == id);
+        LunStatus {
+            name: name.clone(),
+            wwid: lun.wwid.clone(),
+            array: lun.array.clone(),
+            device: find(&lun.wwid, &lun.device).map(|it| it.display().to_string()),
+            bytes: lun.bytes,
+            used_bytes: lun.used,
+            weak: lun.weak,
+            drained: state.pool.drained.contains(name),
+            copies: state.disks.values().flat_map(Disk::copies).filter(has).count(),
+            disk: lun.disk.map(|id| of(id).map_or_else(String::new, |(name, _)| name.clone())),
+        }
+    };
+    state.luns.iter().map(status).collect()
+}
+
 fn disk_status(state: &State, name: &str, disk: &Disk) -> DiskStatus {
     let sets = disk.sets().enumerate().map(|(number, (set, bytes))| {
         let record = state.records.get(&(name.to_owned(), number)).map(|record| &record.stored);
@@ -124,7 +186,10 @@ fn disk_status(state: &State, name: &str, disk: &Disk) -> DiskStatus {
                 Some(_) => "new",
             },
             leaves: copy.leaves,
-            answers: state.servers.contains_key(&copy.server),
+            answers: match (copy.start, state.luns.get(&copy.server)) {
+                (Some(_), lun) => lun.is_some_and(|it| find(&it.wwid, &it.device).is_some()),
+                (None, _) => state.servers.contains_key(&copy.server),
+            },
         };
         SetStatus {
             set: number,
@@ -200,6 +265,27 @@ pub(super) fn pool(it: &Status) -> String {
             out,
             "server {}: {address}, copies: {}{room}{drained}",
             server.name, server.copies
+        );
+    }
+    for lun in &it.luns {
+        let device = lun.device.as_deref().unwrap_or("not on this host");
+        let whose = match lun.disk.as_deref() {
+            None => "no disk has it".to_owned(),
+            Some("") => "of a disk that is gone".to_owned(),
+            Some(disk) => format!("of {disk}, copies: {}", lun.copies),
+        };
+        let drained = if lun.drained { ", drained" } else { "" };
+        let weak = match lun.weak {
+            true => {
+                ", WEAK: its target forgets reservations, two hosts may write after its restart"
+            }
+            false => "",
+        };
+        let (used, bytes) = (Human(lun.used_bytes), Human(lun.bytes));
+        let (name, device, array) = (&lun.name, one_line(device), &lun.array);
+        let _ = writeln!(
+            out,
+            "LUN {name}: {device}, {used} of {bytes} used, array {array}, {whose}{drained}{weak}"
         );
     }
     it.disks.iter().for_each(|it| out += &disk(it));

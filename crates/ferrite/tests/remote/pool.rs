@@ -24,6 +24,19 @@ fn a_guest_loses_nothing_when_a_server_or_any_process_of_its_disk_is_killed() {
     }
     far.kill_worker(&disk);
     load.wait_for_progress();
+    // The disk grows, and the process that has it ends before it has seen that.
+    let key = format!("{}/sectors", disk.backend);
+    let sectors = || far.host.store().read_string(&key).unwrap().unwrap().parse::<u64>().unwrap();
+    let bytes = deep::BYTES as u64;
+    for more in [8 << 20, 16 << 20] {
+        pool.ok(&["pool", "resize", "lab/web1", &(bytes + more).to_string()]);
+        if more == 8 << 20 {
+            roles::kill_pid(owner().unwrap());
+        }
+        load.wait_for_progress();
+        wait_until("the new size", || sectors() * 512 == bytes + more);
+    }
+    load.wait_for_progress();
     pool.kill("b");
     load.wait_for_progress();
     load.wait_for_progress();

@@ -1,6 +1,7 @@
 //! Which LUN a block device is, by the name that the LUN itself has: it outlives the host's restart.
 
 use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, fstat, major, minor};
 
@@ -35,6 +36,43 @@ pub(super) fn of(file: BorrowedFd<'_>) -> Result<String, String> {
         Some(name) => Ok(as_file_name(&name)),
         None => Err("it is neither a LUN of SCSI or NVMe nor multipath's device of one".to_owned()),
     }
+}
+
+/// The name that a LUN has on every host, by one path or by several: its own (NAA, EUI and such).
+///
+/// # Errors
+/// Why the device is no LUN that can be reserved.
+pub(super) fn wwid(file: BorrowedFd<'_>) -> Result<String, String> {
+    of(file)?;
+    let stat = fstat(file).map_err(|e| e.to_string())?;
+    let number = format!("{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
+    let none = || "it does not say what its name is on other hosts".to_owned();
+    wwid_of(Path::new("/sys/dev/block").join(number).as_path()).ok_or_else(none)
+}
+
+/// The same for a folder of sysfs. `None`: it is no LUN.
+fn wwid_of(sysfs: &Path) -> Option<String> {
+    let first =
+        names::read_dir(sysfs.join("slaves")).ok().and_then(|mut all| all.find_map(Result::ok));
+    let is_of_several =
+        names::read_to_string(sysfs.join("dm/uuid")).is_ok_and(|uuid| uuid.starts_with("mpath-"));
+    let of = match first {
+        Some(path) if is_of_several => path.path(),
+        _ => sysfs.to_owned(),
+    };
+    let read = |name: &str| names::read_to_string(of.join(name)).ok();
+    let name = read("device/wwid").or_else(|| read("wwid"))?;
+    Some(as_file_name(name.trim())).filter(|name| !name.is_empty())
+}
+
+/// The device of the LUN with this name on this host: multipath's, if it has one.
+pub(super) fn find(wwid: &str) -> Option<PathBuf> {
+    let all = names::read_dir("/sys/block").ok()?.filter_map(Result::ok);
+    let is_it = |path: &PathBuf| wwid_of(path).is_some_and(|name| name == wwid);
+    let mut found: Vec<PathBuf> = all.map(|entry| entry.path()).filter(is_it).collect();
+    // Multipath's device has a path's name, too.
+    found.sort_by_key(|path| !path.join("dm").exists());
+    Some(Path::new("/dev").join(found.first()?.file_name()?))
 }
 
 fn as_file_name(name: &str) -> String {

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 
+mod direct;
 mod identity;
 pub mod lun;
 #[cfg(any(test, feature = "testing"))]
@@ -26,9 +27,10 @@ mod scsi;
 #[cfg(test)]
 mod tests;
 
+pub use direct::{Direct, find, name};
 use lun::Lun;
 use record::FileRecord;
-pub use rules::{Held, Refusal, Status};
+pub use rules::{Held, Refusal, Seized, Status};
 
 /// The folder of records, if the host's configuration names no other.
 pub const RECORDS: &str = "/var/lib/ferrite/fences";
@@ -91,6 +93,15 @@ pub fn open_alone(lun: &Path) -> rustix::io::Result<OwnedFd> {
 /// See [`Refusal`]; the LUN has the reservation of before, or none.
 pub fn steal(file: BorrowedFd<'_>, terms: &Terms) -> Result<Option<u64>, Refusal> {
     with(file, &terms.records, |lun, record| rules::steal(lun, record, terms.weak))
+}
+
+/// Takes the reservation of an open LUN for this host, whichever host has it. Who may do so is decided elsewhere, as by a
+/// pool's record. Nothing else of this host may write to the LUN, which is opened exclusively for that. It waits for the LUN.
+///
+/// # Errors
+/// See [`Refusal`].
+pub fn seize(file: BorrowedFd<'_>, terms: &Terms) -> Result<Seized, Refusal> {
+    with(file, &terms.records, |lun, record| rules::seize(lun, record, terms.weak))
 }
 
 /// What the LUN says of its reservation.

@@ -152,10 +152,10 @@ impl FileLun {
 
     /// That of an open file, if it is one.
     pub fn of(file: std::os::fd::BorrowedFd<'_>) -> Option<FileLun> {
+        let port = std::env::var(FileLun::PORT).ok()?.parse().ok()?;
         let image = crate::names::of_open(file).ok()?;
         let mut path = image.into_os_string();
         path.push(".lun");
-        let port = std::env::var(FileLun::PORT).ok()?.parse().ok()?;
         let path = std::path::PathBuf::from(path);
         path.is_file().then_some(FileLun { path, port })
     }
@@ -175,9 +175,24 @@ impl FileLun {
         std::fs::write(&self.path, model.to_text())
     }
 
-    /// Its name.
+    /// Its name, which is the same for all ports.
     pub fn identity(&self) -> String {
-        "test.lun".to_owned()
+        use std::os::unix::fs::MetadataExt as _;
+        format!("test.lun-{}", std::fs::metadata(&self.path).map_or(0, |found| found.ino()))
+    }
+
+    /// What this port's processes lock in place of the image, which is that of all ports.
+    pub(super) fn lock_file(&self) -> std::path::PathBuf {
+        self.path.with_extension(format!("port{}", self.port))
+    }
+
+    /// Does a write as the LUN judges it.
+    pub(super) fn writing<T>(&self, write: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let port = self.port;
+        self.with(|lun| match lun.executes_write(port) {
+            true => write(),
+            false => Err(io::Error::from_raw_os_error(libc::EBADE)),
+        })?
     }
 
     /// Looks at the state, or changes it.

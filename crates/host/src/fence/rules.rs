@@ -23,6 +23,15 @@ pub struct Held {
     pub is_weak: bool,
 }
 
+/// A reservation that this host has seized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seized {
+    /// It.
+    pub held: Held,
+    /// Whether this host had it before. Otherwise another one may have had it until now, and may not know yet that it has not.
+    pub was_ours: bool,
+}
+
 /// What a LUN says of its reservation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
@@ -295,6 +304,19 @@ pub(super) fn steal(
             Err(Refusal::Io(why))
         }
     }
+}
+
+/// See [`super::seize`].
+pub(super) fn seize(lun: &dyn Lun, record: &dyn Record, weak: bool) -> Result<Seized, Refusal> {
+    let own = entry(record)?.keys;
+    let was_ours = lun.reservation()?.is_some_and(|found| own.contains(&found.key));
+    match take(lun, record, weak) {
+        Err(Refusal::InUse(_)) => {}
+        Err(Refusal::Taken(_)) => set(record, &[], false)?,
+        taken => return taken.map(|held| Seized { held, was_ours }),
+    }
+    steal(lun, record, weak)?;
+    take(lun, record, weak).map(|held| Seized { held, was_ours: false })
 }
 
 /// See [`super::status`].

@@ -166,6 +166,16 @@ impl World {
         stolen
     }
 
+    fn seize(&self, host: usize) -> Result<rules::Seized, Refusal> {
+        // Who seizes it has it open alone on its host, so what was there before has ended.
+        self.hosts[host].writes.set(false);
+        let seized = rules::seize(&At(self, host), &self.hosts[host], false);
+        self.note(format!("{host} seizes: {seized:?}"));
+        self.hosts[host].writes.set(seized.is_ok());
+        self.check();
+        seized
+    }
+
     fn release(&self, host: usize) -> Result<(), Refusal> {
         self.hosts[host].writes.set(false);
         let released = rules::release(&At(self, host), &self.hosts[host]);
@@ -198,6 +208,8 @@ impl World {
                 self.new_port(me);
             }
             (6, _) => self.lun.borrow_mut().restart(),
+            // It may have the LUN whoever has it.
+            (7, false) => drop(self.seize(host)),
             _ => {}
         }
         me.acts.set(false);
@@ -254,6 +266,22 @@ fn another_host_is_refused_until_it_steals_and_then_no_write_of_the_first_is_exe
     assert_eq!(world.lun.borrow().holder(), Some(next));
     world.release(1).unwrap();
     assert!(world.lun.borrow().keys().is_empty());
+}
+
+#[test]
+fn who_may_have_a_lun_whoever_has_it_shuts_all_others_out_each_time() {
+    let world = two();
+    let mut last = None;
+    for host in [0, 1, 0, 0, 1] {
+        let seized = world.seize(host).unwrap();
+        assert_eq!(seized.was_ours, last == Some(host));
+        assert_eq!(world.lun.borrow().keys(), [seized.held.key]);
+        assert!(!world.lun.borrow().executes_write(world.hosts[1 - host].port.get()));
+        last = Some(host);
+    }
+    // It was another host's, and nobody has it now.
+    world.release(1).unwrap();
+    assert!(!world.seize(0).unwrap().was_ours);
 }
 
 #[test]

@@ -69,6 +69,7 @@ fn be_owner(url: &str, disk: &str, socket: &str, take_over: bool) -> Result<(), 
         tls: None,
         take_over,
         read_only: false,
+        fences: "/nonexistent".into(),
     };
     let disk = open(&name).map_err(|e| e.to_string())?;
     let mut links = Links::new(disk);
@@ -255,7 +256,9 @@ impl Pool {
     /// Makes a disk.
     pub(crate) fn create(&self, disk: &str, bytes: u64, replicas: usize, stripes: usize) {
         let shape = Shape { replicas, stripes, stripe_size: STRIPE as u64 };
-        self.access.create(disk, &NewDisk { bytes, shape, request: Id::random() }).unwrap();
+        self.access
+            .create(disk, &NewDisk { bytes, shape, request: Id::random(), on: Vec::new() })
+            .unwrap();
     }
 
     /// Has a process take a disk. The error is what it says.

@@ -134,6 +134,7 @@ mod tests {
         Disk {
             full: None,
             hangs: None,
+            weak: false,
             paused: None,
             guest: None,
             disk: DiskId { domid: 1, devid: 51712 },
