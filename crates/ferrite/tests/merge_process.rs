@@ -9,11 +9,16 @@ use images::{MIB, Place, json};
 
 /// A chain leaf, mid, base, and a copy of mid's data into base that takes hours.
 fn copying(place: &Place) -> Child {
+    copying_at(place, "1000")
+}
+
+/// The same at so many bytes a second.
+fn copying_at(place: &Place, speed: &str) -> Child {
     place.ok(&["create", "base.vhd", "16M"]);
     place.ok(&["clone", "base.vhd", "mid.vhd"]);
     place.write("mid.vhd", &[(MIB, 8 * MIB)]);
     place.ok(&["clone", "mid.vhd", "leaf.vhd"]);
-    let step = ["merge-step", "copy", "leaf.vhd", "--speed", "1000", "--speeds", "--json"];
+    let step = ["merge-step", "copy", "leaf.vhd", "--speed", speed, "--speeds", "--json"];
     let mut command = place.command(&step);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command.spawn().unwrap()
@@ -40,6 +45,26 @@ fn a_copy_takes_new_limits_and_says_how_far_it_is() {
     let last = json(rest.lines().last().unwrap());
     assert!(last["result"].is_object(), "{last}");
     drop(input);
+}
+
+/// A copy that has written blocks leaves an image that is complete, and takes no more space than it has blocks.
+#[test]
+fn a_copy_that_is_stopped_behind_some_blocks_leaves_none_that_nothing_refers_to() {
+    let place = Place::new();
+    let mut child = copying_at(&place, "4M");
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let done = |line: &serde_json::Value| line["progress"]["done_bytes"].as_u64().unwrap();
+    while done(&line(&mut out)) < 4 * MIB {}
+    drop(child.stdin.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{output:?}");
+    place.ok(&["check", "base.vhd"]);
+    place.ok(&["check", "leaf.vhd", "--chain"]);
+    for step in ["copy", "relink", "clean"] {
+        let ends = ["--from", "mid.vhd", "--to", "base.vhd"];
+        place.ok(&[&["merge-step", step, "leaf.vhd"][..], &ends].concat());
+    }
+    place.ok(&["check", "leaf.vhd", "--chain"]);
 }
 
 #[test]

@@ -50,6 +50,7 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "store rollback s#a b",
         "store rename s#c d",
         "store resize s#d 2G",
+        "store grow s +32M --overcommit",
         "store delete s#d",
         "store list s",
         "store info s",

@@ -177,8 +177,11 @@ impl<'a> Copying<'a> {
         match all(self.buffers.iter().map(worker).collect()).await {
             Ok(()) => self.to.0.close(&self.to.1).await,
             Err(e) => {
-                // The first error counts, not its consequences.
-                let _ = self.sync().await;
+                // The first error counts, not its consequences. The lower end of a merge stays in its chain, so it is
+                // complete, and gives back what was set aside for more blocks.
+                if self.sync().await.is_ok() && self.mode == Mode::Merge {
+                    let _ = self.to.0.close(&self.to.1).await;
+                }
                 Err(e)
             }
         }

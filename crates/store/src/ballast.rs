@@ -72,6 +72,21 @@ impl Ballast {
         is_cut
     }
 
+    /// Gives the file another length, and the ballast its place behind that. `port` is of the file.
+    ///
+    /// # Errors
+    /// The kernel's: the file has the length that it had.
+    pub async fn move_to(&self, port: &Port, end: u64) -> io::Result<()> {
+        let _alone = self.changing.lock(&port.io).await?;
+        port.io.set_len(port.files[0], end).await?;
+        let Some(Amount { all_bytes, .. }) = *self.amount() else { return Ok(()) };
+        // From here on nobody cuts the file off at its old end.
+        *self.amount() = Some(Amount { end, all_bytes, bytes: 0 });
+        let bytes = allocate(port, end, all_bytes).await;
+        self.has(bytes);
+        Ok(())
+    }
+
     /// Whether some ballast was spent and not taken back yet.
     pub fn is_short(&self) -> bool {
         self.amount().is_some_and(|amount| amount.bytes < amount.all_bytes)

@@ -7,12 +7,12 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::iter;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_disk_base::Port;
 
 use super::free_numbers::FreeNumbers;
-use super::layout::Layout;
+use super::layout::{Layout, LayoutInUse};
 use super::medium::{MAX_BLOCKS, Medium, damaged, is_of_a_block};
 use super::page::{Packing, Pointer};
 use super::pages::{Kind, PageId, Pages};
@@ -20,7 +20,7 @@ use super::side_by_side::all;
 use super::space::Space;
 use super::superblock::{Roots, Superblock};
 use super::table::{Domain, FrozenTable, Table, Volume};
-use super::tree::{Tree, Written, page_to_write, thaw};
+use super::tree::{FOR_EVER, Link, Tree, Written, page_to_write, thaw};
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
 /// The most batches of pages under way at once. Each takes a piece of the thread's memory, which writes need, too.
@@ -34,6 +34,11 @@ pub struct Core {
     pub id: StoreId,
     /// The layout of the medium.
     pub layout: Layout,
+    /// The layout that the next checkpoint has, if the store grows with that one. Until it has ended, no new place is
+    /// given: no record of the journal may have one that the superblock does not know.
+    pub grows_to: Option<Layout>,
+    /// The layout, for readers without the core's lock.
+    pub in_use: Arc<LayoutInUse>,
     /// The last checkpoint that is on the medium.
     pub checkpoint: u64,
     /// The first journal block that this checkpoint lacks.
@@ -56,6 +61,10 @@ pub struct Core {
     pub numbers_end: u64,
     /// How new groups are compressed.
     pub packing: Option<Packing>,
+    /// Whether the superblock on the medium says that volumes and records may have times. No record has one before.
+    pub has_times: bool,
+    /// Whether the next checkpoint's superblock says it.
+    pub wants_times: bool,
     /// Numbers that can be given again.
     pub free_numbers: FreeNumbers,
     /// Trees that a pass looks at.
@@ -119,13 +128,14 @@ impl Core {
         self.space.begin();
         let superblock = Superblock {
             id: self.id,
-            layout: self.layout,
+            layout: self.grows_to.unwrap_or(self.layout),
             checkpoint: self.checkpoint + 1,
             replay_from,
             generation: self.generation,
             numbers_end: self.numbers_end,
             roots: Roots::default(),
             packing: self.packing,
+            has_times: self.wants_times,
         };
         let (p2m, hashes, written) = (self.p2m, self.hashes, Written::new());
         self.under_way = Some(UnderWay {
@@ -200,11 +210,30 @@ impl Core {
         }
     }
 
+    /// Has the store grow with the next checkpoint that is [frozen](Core::freeze). All that this writes of the new segments
+    /// is on its way to the medium.
+    pub fn grow(&mut self, layout: Layout) {
+        self.p2m.reach(&mut self.pages, FOR_EVER, Tree::of_p2m(&layout, Link::Nothing));
+        self.hashes.reach(&mut self.pages, FOR_EVER, Tree::of_hashes(&layout, Link::Nothing));
+        self.grows_to = Some(layout);
+    }
+
+    /// A checkpoint has ended with this layout.
+    fn has_grown(&mut self, layout: Layout) {
+        if layout != self.layout {
+            (self.layout, self.grows_to) = (layout, None);
+            self.in_use.grow(&layout);
+            self.space.grow(layout);
+        }
+    }
+
     /// Section 5, step 7.
     fn end(&mut self, epoch: u64) {
         let Some(under_way) = self.under_way.take() else { return };
         self.checkpoint = under_way.superblock.checkpoint;
         self.replay_from = under_way.superblock.replay_from;
+        self.has_times = under_way.superblock.has_times;
+        self.has_grown(under_way.superblock.layout);
         let settled = thaw(&mut self.pages, under_way.written);
         self.p2m.settle(&settled);
         self.hashes.settle(&settled);

@@ -3,6 +3,7 @@
 use super::Damaged;
 
 /// Takes fields from the front of bytes.
+#[derive(Clone)]
 pub(super) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {

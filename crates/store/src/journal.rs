@@ -98,6 +98,14 @@ pub enum Record {
         /// Which.
         volume: VolumeId,
     },
+    /// When a volume was made that a record before this one of the same block has made. Only in a store whose superblock
+    /// says that there are such records.
+    Made {
+        /// Its number.
+        volume: VolumeId,
+        /// Seconds of Unix time.
+        unix_s: u64,
+    },
     /// A domain.
     Domain {
         /// Its number.
@@ -144,6 +152,9 @@ impl Record {
                 to.number(7, 1).number(volume(v), 4).number(volume(snapshot), 4)
             }
             Record::Delete { volume: v } => to.number(8, 1).number(volume(v), 4),
+            Record::Made { volume: v, unix_s } => {
+                to.number(10, 1).number(volume(v), 4).number(*unix_s, 8)
+            }
             Record::Domain { domain, key, name } => {
                 to.number(9, 1).number((*domain).into(), 2).bytes(&key.0).name(name)
             }
@@ -188,6 +199,7 @@ impl Record {
                 key: DomainKey(from.array()?),
                 name: from.name()?,
             },
+            10 => Record::Made { volume: from.u32()?, unix_s: from.u64()? },
             _ => return Err(Damaged("a record of the journal is of no kind")),
         };
         match record.is_sane(layout) {

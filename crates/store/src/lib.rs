@@ -51,6 +51,7 @@ pub mod packing;
 pub mod page;
 pub mod pages;
 mod side_by_side;
+mod signpost;
 pub mod slots;
 pub mod space;
 pub mod stripes;

@@ -30,6 +30,7 @@ mod committer;
 mod compactor;
 mod counting;
 mod groups;
+mod growing;
 mod journal;
 mod journal_writer;
 mod leaf;
@@ -85,6 +86,7 @@ use super::checkpoint::Core;
 use super::free_numbers::FreeNumbers;
 use super::index::Index;
 use super::journal::VolumeId;
+use super::layout::Layout;
 use super::lookups::Looked;
 use super::medium::{Medium, damaged};
 use super::pace::Pace;
@@ -301,6 +303,26 @@ impl Live {
     /// Whether a sync has failed. Then nothing becomes durable any more.
     pub fn is_faulty(&self) -> bool {
         self.shared.medium.is_faulty()
+    }
+
+    /// Has the store grow to so many bytes, durably. `file_bytes`: the length that its file has, which becomes longer if that
+    /// is too short. `None`: it is on a device, which is long enough. What was there is where it was.
+    ///
+    /// # Errors
+    /// A [`NoGrowth`](crate::layout::NoGrowth) (of kind `InvalidInput`), or the kernel's before anything has changed: the
+    /// file has its length of before, too. A kernel's error behind that, when a checkpoint has the new size: it may have
+    /// grown, or the next checkpoint tries it again.
+    pub fn grow<'a>(&'a self, port: &'a Port, bytes: u64, file_bytes: Option<u64>) -> Work<'a, ()> {
+        Box::pin(async move {
+            let _alone = self.volumes.hold(port).await?;
+            let _no_pass = self.collector.hold(port, &Pace::unbounded()).await?;
+            self.volumes.grow_store(port, bytes, file_bytes).await
+        })
+    }
+
+    /// The store's layout now.
+    pub fn layout(&self) -> Layout {
+        self.shared.layout()
     }
 
     /// Makes a checkpoint. It begins when the one under way has ended.

@@ -1,15 +1,17 @@
 //! Makes stores, and opens them: from four superblocks to all that a checkpoint has (store.md 2 and 5).
 
 use std::io;
+use std::sync::Arc;
 
 use ferrite_disk_base::Port;
 
 use super::ballast::MOST_BYTES;
 use super::checkpoint::Core;
 use super::free_numbers::FreeNumbers;
-use super::layout::Layout;
+use super::layout::{Layout, LayoutInUse};
 use super::medium::{MAX_BLOCKS, Medium};
 use super::pages::Pages;
+use super::signpost;
 use super::space::{Bits, Kind, Space, SpacePage, UNREADABLE, choose as choose_space, mends};
 use super::superblock::{Pages as Superblocks, Roots, Superblock, Unusable, choose};
 use super::table::Table;
@@ -23,6 +25,11 @@ fn unusable(why: Unusable) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
+fn cut_off(end: u64, blocks: u64) -> io::Error {
+    let [store_bytes, bytes] = [end, blocks].map(|blocks| blocks * BLOCK_BYTES as u64);
+    unusable(Unusable::CutOff { store_bytes, bytes })
+}
+
 /// Makes an empty store on a file or device. What it had is lost.
 ///
 /// # Errors
@@ -34,19 +41,7 @@ pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) 
         medium.write(port, layout.superblock(home, 0), &nothing).await?;
     }
     medium.sync(port).await?;
-    let mut segment = 0;
-    while segment < layout.segments {
-        let end = layout.segments.min(segment + MAX_BLOCKS as u64 / 2);
-        let page = |segment: u64, home: u64| {
-            let bits = Bits::all(false, layout.segment_blocks);
-            let page = SpacePage { checkpoint: home, kind: Kind::Free, bits };
-            page.encode(&id, segment, home as usize)
-        };
-        let pages = (segment..end).flat_map(|segment| [page(segment, 0), page(segment, 1)]);
-        let pages: Vec<u8> = pages.flatten().collect();
-        medium.write(port, layout.space_page(segment, 0), &pages).await?;
-        segment = end;
-    }
+    write_free_segments(medium, port, layout, &id, 0).await?;
     medium.sync(port).await?;
     let superblock = |checkpoint| Superblock {
         id,
@@ -57,12 +52,41 @@ pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) 
         numbers_end: 1,
         roots: Roots::default(),
         packing: None,
+        has_times: true,
     };
     // The first home is written last: with it, the medium is a store.
     for home in [1, 0] {
         let pages = [0, 1].map(|checkpoint| superblock(checkpoint).encode(home)).concat();
         medium.write(port, layout.superblock(home, 0), &pages).await?;
         medium.sync(port).await?;
+    }
+    Ok(())
+}
+
+/// Writes the space pages of segments that have nothing, from `first` on. Checkpoint 1 counts of each.
+///
+/// # Errors
+/// The kernel's. No space of the store's own is spent.
+pub async fn write_free_segments(
+    medium: &Medium,
+    port: &Port,
+    layout: &Layout,
+    id: &StoreId,
+    first: u64,
+) -> io::Result<()> {
+    let mut segment = first;
+    while segment < layout.segments {
+        let count = layout.pages_in_a_row(segment, MAX_BLOCKS as u64 / 2);
+        let page = |segment: u64, home: u64| {
+            let bits = Bits::all(false, layout.segment_blocks);
+            let page = SpacePage { checkpoint: home, kind: Kind::Free, bits };
+            page.encode(id, segment, home as usize)
+        };
+        let both = |segment| [page(segment, 0), page(segment, 1)];
+        let pages: Vec<Vec<u8>> = (segment..segment + count).flat_map(both).collect();
+        let place = layout.space_page(segment, 0);
+        medium.write_blocks(port, place, pages.iter().map(Vec::as_slice)).await?;
+        segment += count;
     }
     Ok(())
 }
@@ -88,13 +112,27 @@ async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Su
         all
     };
     let first = decode(medium.read_each(port, 0, 2).await?, 0);
-    let layout = first.iter().find_map(|page| page.ok().map(|superblock| superblock.layout));
+    // If the store has grown with the newest one, the other has the size of before.
+    let layouts = first.iter().filter_map(|page| page.ok().map(|superblock| superblock.layout));
+    let layout = layouts.max_by_key(|layout| layout.blocks);
     let end = layout.map_or(blocks, |layout| layout.blocks);
     if end > blocks {
-        let [store_bytes, bytes] = [end, blocks].map(|blocks| blocks * BLOCK_BYTES as u64);
-        return Err(unusable(Unusable::CutOff { store_bytes, bytes }));
+        return Err(cut_off(end, blocks));
     }
-    let second = decode(medium.read_each(port, end - 2, 2).await?, 1);
+    let mut home = layout.map_or(blocks - 2, |layout| layout.superblock(1, 0));
+    if layout.is_none() {
+        // Nothing says how large the store is, so it is taken to be as large as the medium.
+        let last = medium.read_each(port, blocks - 1, 1).await?.remove(0);
+        let led_to = last.ok().and_then(|page| signpost::decode(&page).ok());
+        home = led_to.filter(|end| (4..blocks).contains(end)).map_or(home, |end| end - 2);
+    }
+    let second = decode(medium.read_each(port, home, 2).await?, 1);
+    let all = first.iter().chain(&second).filter_map(|page| page.as_ref().ok());
+    if let Some(end) =
+        all.map(|superblock| superblock.layout.blocks).max().filter(|end| *end > blocks)
+    {
+        return Err(cut_off(end, blocks));
+    }
     match unreadable {
         // Nothing shows that the medium is a store.
         Some(e) if [first, second].iter().flatten().all(Result::is_err) => Err(e),
@@ -126,6 +164,8 @@ pub async fn open(
     Ok(Core {
         id: superblock.id,
         layout,
+        grows_to: None,
+        in_use: Arc::new(LayoutInUse::new(&layout)),
         checkpoint: superblock.checkpoint,
         replay_from: superblock.replay_from,
         space: load_space(medium, port, &superblock, pages.count(), may_write).await?,
@@ -137,6 +177,8 @@ pub async fn open(
         generation: superblock.generation,
         numbers_end: superblock.numbers_end,
         packing: superblock.packing,
+        has_times: superblock.has_times,
+        wants_times: superblock.has_times,
         free_numbers: FreeNumbers::default(),
         kept: Vec::new(),
         under_way: None,
@@ -186,6 +228,10 @@ async fn mend(
         whole.max_by_key(|page| page.checkpoint).unwrap_or(*superblock)
     };
     let known = [0, 1].map(newest);
+    if let Some(place) = superblock.layout.signpost() {
+        let page = signpost::encode(&superblock.id, superblock.layout.first_blocks);
+        medium.write(port, place, &page).await?;
+    }
     for home in 0..2 {
         let both = known.map(|page| page.encode(home)).concat();
         medium.write(port, superblock.layout.superblock(home, 0), &both).await?;
@@ -205,8 +251,7 @@ async fn load_space(
     let mut space = Space::new(*layout, reserve as u64);
     let (mut segment, mut is_mended) = (0, false);
     while segment < layout.segments {
-        // The number of segments is even.
-        let count = (layout.segments - segment).min(MAX_BLOCKS as u64 / 2);
+        let count = layout.pages_in_a_row(segment, MAX_BLOCKS as u64 / 2);
         let pages = layout.space_page(segment, 0);
         let pages = medium.read_each(port, pages, 2 * count as usize).await?;
         let found = |segment: u64, pages: &[io::Result<Vec<u8>>]| {

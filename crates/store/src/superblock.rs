@@ -11,6 +11,10 @@ use super::{BLOCK_BYTES, Damaged, StoreId};
 /// What this program reads and writes.
 pub const VERSION: u32 = 1;
 const CHECKSUM_AT: usize = BLOCK_BYTES - 4;
+/// A feature: the store has grown, and says how large it was at first.
+const GROWN: u64 = 1;
+/// A feature: volumes may say when they were made, and so may records of the journal.
+const TIMES: u64 = 2;
 const MAX_GENERATION: u64 = 1 << 56;
 
 /// The roots of the trees that a store has one of.
@@ -45,6 +49,8 @@ pub struct Superblock {
     pub roots: Roots,
     /// How new groups are compressed.
     pub packing: Option<Packing>,
+    /// Whether volumes, and records of the journal, may say when volumes were made.
+    pub has_times: bool,
 }
 
 /// Why a page is no superblock that this program can go by.
@@ -88,7 +94,9 @@ impl Superblock {
         let mut to = Writer::default();
         to.bytes(MAGIC).number(VERSION.into(), 4).number(0, 4).bytes(&self.id);
         // Features to be known, to open it and to write it.
-        to.number(0, 8).number(0, 8);
+        let grown = if layout.has_grown() { GROWN } else { 0 };
+        let times = if self.has_times { TIMES } else { 0 };
+        to.number(grown | times, 8).number(0, 8);
         for size in [layout.blocks, layout.journal_blocks, layout.segment_blocks, layout.segments] {
             to.number(size, 8);
         }
@@ -102,6 +110,9 @@ impl Superblock {
             PACKINGS.iter().position(|packing| *packing == self.packing).unwrap_or(0) as u64,
             8,
         );
+        if layout.has_grown() {
+            to.number(layout.first_blocks, 8).number(layout.first_segments, 8);
+        }
         to.0.resize(CHECKSUM_AT, 0);
         let sum = checksum(&to.0);
         to.number(sum.into(), 4);
@@ -134,13 +145,25 @@ impl Superblock {
             return Err(Damaged("bytes that mean nothing are not zeros").into());
         }
         let id = from.array()?;
-        let bits = from.u64()? | from.u64()?;
+        let (features, to_write) = (from.u64()?, from.u64()?);
+        let bits = (features & !(GROWN | TIMES)) | to_write;
         if bits != 0 {
             return Err(Unusable::Features { bits });
         }
         let (blocks, journal_blocks) = (from.u64()?, from.u64()?);
         let (segment_blocks, segments) = (from.u64()?, from.u64()?);
-        let layout = Layout { blocks, journal_blocks, segment_blocks, segments }.checked()?;
+        let mut layout = Layout::new(blocks, journal_blocks, segment_blocks, segments);
+        let has_grown = features & GROWN != 0;
+        if has_grown {
+            // They are behind all that other stores have.
+            let mut behind = from.clone();
+            behind.bytes(UP_TO_SIZES)?;
+            (layout.first_blocks, layout.first_segments) = (behind.u64()?, behind.u64()?);
+        }
+        let layout = layout.checked()?;
+        if layout.has_grown() != has_grown {
+            return Err(Damaged("the store has grown by nothing").into());
+        }
         let (place, checkpoint) = (from.u64()?, from.u64()?);
         let (replay_from, generation, numbers_end) = (from.u64()?, from.u64()?, from.u64()?);
         let is_here = place == layout.superblock(home, checkpoint) && odd == (checkpoint % 2 == 1);
@@ -153,7 +176,9 @@ impl Superblock {
         let roots = Roots { p2m: root()?, hashes: root()?, volumes: root()?, domains: root()? };
         let packing = PACKINGS.get(from.u64()? as usize);
         let packing = *packing.ok_or(Damaged("the store is compressed in an unknown way"))?;
-        let zeros = BLOCK_BYTES - FIELDS_BYTES - 4;
+        let more = if has_grown { GROWN_BYTES } else { 0 };
+        from.bytes(more)?;
+        let zeros = BLOCK_BYTES - FIELDS_BYTES - more - 4;
         Reader::new(from.bytes(zeros)?).zeros()?;
         Ok(Superblock {
             id,
@@ -164,12 +189,18 @@ impl Superblock {
             numbers_end,
             roots,
             packing,
+            has_times: features & TIMES != 0,
         })
     }
 }
 
 /// Of everything but the zeros and the checksum at the end.
 const FIELDS_BYTES: usize = 8 + 4 + 4 + 16 + 2 * 8 + 4 * 8 + 5 * 8 + 4 * POINTER_BYTES + 8;
+
+/// Of the fields of a store that has grown.
+const GROWN_BYTES: usize = 2 * 8;
+/// Between the sizes and these fields.
+const UP_TO_SIZES: usize = 5 * 8 + 4 * POINTER_BYTES + 8;
 
 /// As their numbers are on the medium.
 const PACKINGS: [Option<Packing>; 3] = [None, Some(Packing::Lz4), Some(Packing::Zstandard)];
@@ -201,7 +232,8 @@ pub fn choose(pages: &Pages) -> Result<Superblock, Unusable> {
     let Some(newest) = whole().max_by_key(|page| page.checkpoint) else {
         return Err(Unusable::Foreign);
     };
-    if whole().any(|page| (page.id, page.layout) != (newest.id, newest.layout)) {
+    // A store may have grown with the newest one.
+    if whole().any(|page| page.id != newest.id || !newest.layout.is_of(&page.layout)) {
         return Err(Damaged("the pages of the superblock are of several stores").into());
     }
     if whole().any(|page| page.checkpoint == newest.checkpoint && page != newest) {

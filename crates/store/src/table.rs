@@ -55,6 +55,8 @@ pub struct Volume {
     pub is_snapshot: bool,
     /// What it was made from.
     pub origin: Option<VolumeId>,
+    /// When it was made, in seconds of Unix time. `None`: by a program that noted none, or nobody knows.
+    pub created_unix_s: Option<u64>,
     /// What it has.
     pub tree: Tree,
 }
@@ -64,11 +66,17 @@ impl Entry for Volume {
 
     fn encode(&self, written: &Written) -> Vec<u8> {
         let mut to = Writer::default();
-        let flags = 1 | u64::from(self.is_snapshot) << 1 | u64::from(self.origin.is_some()) << 2;
+        let flags = 1
+            | u64::from(self.is_snapshot) << 1
+            | u64::from(self.origin.is_some()) << 2
+            | u64::from(self.created_unix_s.is_some()) << 3;
         to.number(flags, 1).number(self.tree.depth().into(), 1).number(self.domain.into(), 2);
         to.number(self.origin.unwrap_or(0).into(), 4);
         to.number(self.blocks, 8).number(self.generation, 8);
         to.bytes(&Pointer::encode(self.tree.pointer(written))).name(&self.name);
+        self.created_unix_s.iter().for_each(|time| {
+            to.number(*time, 8);
+        });
         to.0
     }
 
@@ -78,8 +86,9 @@ impl Entry for Volume {
         let (origin, blocks, generation) = (from.u32()?, from.u64()?, from.u64()?);
         let root = Link::of(Pointer::decode(&from.array()?, layout)?);
         let name = from.name()?;
+        let created_unix_s = if flags & 8 == 0 { None } else { Some(from.u64()?) };
         from.zeros()?;
-        if flags & !6 != 1 || !(1..=1 << 40).contains(&blocks) || generation < FIRST_GENERATION {
+        if flags & !14 != 1 || !(1..=1 << 40).contains(&blocks) || generation < FIRST_GENERATION {
             return Err(Damaged("a volume is none"));
         }
         let tree = Tree::of_volume(blocks, root);
@@ -87,7 +96,7 @@ impl Entry for Volume {
             return Err(Damaged("a volume is not of the size that it says"));
         }
         let (is_snapshot, origin) = (flags & 2 != 0, (flags & 4 != 0).then_some(origin));
-        Ok(Volume { name, blocks, domain, generation, is_snapshot, origin, tree })
+        Ok(Volume { name, blocks, domain, generation, is_snapshot, origin, created_unix_s, tree })
     }
 }
 

@@ -333,7 +333,13 @@ impl Tree {
     /// Makes it the tree of a volume that has grown to so many blocks, which reads as zeros behind its old end. No page
     /// was ever born in `generation`: one that was [cut](Self::cut) off may be in memory yet.
     pub fn grow(&mut self, pages: &mut Pages, generation: u64, blocks: u64) {
-        let depth = Tree::of_volume(blocks, Link::Nothing).depth;
+        self.reach(pages, generation, Tree::of_volume(blocks, Link::Nothing));
+    }
+
+    /// Makes it as deep as another tree, which is as deep or deeper. What is new of it reads as zeros. Of `generation` no
+    /// page was born in the new levels.
+    pub fn reach(&mut self, pages: &mut Pages, generation: u64, deeper: Tree) {
+        let depth = deeper.depth;
         for level in self.depth + 1..=depth {
             if self.root == Link::Nothing {
                 break;

@@ -513,6 +513,13 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-store-delete" => {
             &[("Delete a snapshot.", "ferrite store delete pool.store#monday")]
         }
+        "ferrite-store-grow" => &[
+            ("A store in a file gets 50 GiB more.", "ferrite store grow pool.store +50G"),
+            (
+                "A store on a logical volume gets what lvextend has added.",
+                "lvextend -L +50G vg/pool\nferrite store grow /dev/vg/pool",
+            ),
+        ],
         "ferrite-store-check" => &[("Check a store.", "ferrite store check pool.store")],
         "ferrite-store-scrub" => &[("Read all content.", "ferrite store scrub pool.store")],
         "ferrite-store-gc" => &[("Free unused blocks now.", "ferrite store gc pool.store")],

@@ -57,6 +57,8 @@ pub(crate) enum StoreCommand {
     Rename(RenameArgs),
     /// Make a volume larger or smaller. Takes no time, copies nothing; its snapshots keep their size.
     Resize(ResizeArgs),
+    /// Make the store itself larger: its file grows, or it takes what its device has more. Works while the store is served.
+    Grow(GrowArgs),
     /// Look for damage, and name it; ends with 2 if there is any, and with 1 if the store could not be checked.
     Check(CheckArgs),
     /// Read all content and compare it with its checksums; exit codes as for check.
@@ -218,6 +220,21 @@ pub(crate) struct ResizeArgs {
     /// Make it smaller: what is behind its new end is lost.
     #[arg(long)]
     pub(crate) shrink: bool,
+}
+
+/// The arguments of `grow`.
+#[derive(Debug, Args)]
+pub(crate) struct GrowArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArg,
+
+    /// Its new size; with + before it, how much larger it becomes. Without one it gets all of its file or device.
+    #[arg(value_parser = new_size, allow_hyphen_values = true)]
+    pub(crate) size: Option<NewSize>,
+
+    /// Leave out the note that its file system cannot hold so much.
+    #[arg(long)]
+    pub(crate) overcommit: bool,
 }
 
 /// The arguments of `check`.

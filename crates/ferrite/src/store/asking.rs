@@ -179,6 +179,13 @@ fn lost(store: &Path, asked: &Ask, why: impl std::fmt::Display) -> Failure {
             );
             Failure::new(what, why, help)
         }
+        Ask::Grow { .. } => {
+            let what = format!("cannot tell whether store {store} was made larger");
+            let help = format!(
+                "ferrite store info {store} shows its size; then run the same command again if it was not"
+            );
+            Failure::new(what, why, help)
+        }
         _ => {
             let what = format!("the request to store {store} was cancelled");
             Failure::new(what, why, "no disk has changed; run the same command again")

@@ -168,6 +168,15 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Resize(it) => {
             change(&it.volume, Change::Resize { size: it.size, shrink: it.shrink })
         }
+        StoreCommand::Grow(it) => {
+            let store = of_store(&it.store)?.path;
+            let here = || tools.grow_store(&store, it.size);
+            let mut grown = here_or_there(out, &store, &Ask::Grow { size: it.size }, here)?;
+            if it.overcommit {
+                grown.notes.clear();
+            }
+            out.confirm(&grown, text::grown)
+        }
         StoreCommand::Check(it) => {
             let how = of_contents(it.deep, it.rate);
             let what = Ask::Check { deep: it.deep, rate: it.rate };

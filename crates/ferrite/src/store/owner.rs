@@ -365,6 +365,7 @@ fn carry_out(
             serde_json::to_value(store.check(of_contents(deep, rate), far)?)
         }
         Ask::Repair { force } => serde_json::to_value(store.repair(force, far)?),
+        Ask::Grow { size } => serde_json::to_value(store.grow(size)?),
         // `answer` has served it.
         Ask::Read { .. } => Ok(Value::Null),
     };

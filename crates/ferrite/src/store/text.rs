@@ -4,18 +4,24 @@ use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
 use ferrite_image_tools::stores::{
-    StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
-    StoreStats, VolumeDone,
+    StoreChecked, StoreCollected, StoreCompacted, StoreGrown, StoreListed, StoreMade,
+    StoreRepaired, StoreStats, VolumeDone,
 };
 use ferrite_store::check::StoreFinding;
 use ferrite_store::live::{VolumeInfo, WorkInfo};
 
-use crate::image::text::with_notes;
+use crate::image::text::{date, with_notes};
 use crate::plain::one_line;
 
 pub(super) fn made(made: &StoreMade) -> String {
     let line = format!("{}: store of {}", one_line(&made.path), Human(made.store_bytes));
     with_notes(line, &made.notes)
+}
+
+pub(super) fn grown(grown: &StoreGrown) -> String {
+    let [before, now, free] = [grown.before_bytes, grown.store_bytes, grown.free_bytes].map(Human);
+    let path = one_line(&grown.path);
+    with_notes(format!("{path}: store of {now} now, was {before}; {free} free"), &grown.notes)
 }
 
 pub(super) fn done(done: &VolumeDone) -> String {
@@ -38,7 +44,7 @@ pub(super) fn done(done: &VolumeDone) -> String {
 
 /// One line per volume. `used`: with how much of it is not zeros.
 pub(super) fn list(listed: &StoreListed, used: bool) -> String {
-    let titles = ["NAME", "KIND", "SIZE", "USED", "DOMAIN", "FROM"].map(str::to_owned);
+    let titles = ["NAME", "KIND", "SIZE", "USED", "DOMAIN", "FROM", "CREATED"].map(str::to_owned);
     let rows = listed.volumes.iter().map(|volume| {
         [
             volume.name.clone(),
@@ -47,15 +53,16 @@ pub(super) fn list(listed: &StoreListed, used: bool) -> String {
             volume.mapped_bytes.map_or_else(|| "-".into(), |bytes| Human(bytes).to_string()),
             volume.domain.clone(),
             volume.origin.clone().unwrap_or_else(|| "-".into()),
+            created(volume),
         ]
     });
-    let rows: Vec<[String; 6]> = [titles].into_iter().chain(rows).collect();
+    let rows: Vec<[String; 7]> = [titles].into_iter().chain(rows).collect();
     if used {
         return table(&rows);
     }
     let rows = rows
         .into_iter()
-        .map(|[name, kind, size, _, domain, from]| [name, kind, size, domain, from]);
+        .map(|[name, kind, size, _, domain, from, at]| [name, kind, size, domain, from, at]);
     table(&rows.collect::<Vec<_>>())
 }
 
@@ -68,6 +75,11 @@ fn table<const N: usize>(rows: &[[String; N]]) -> String {
         let _ = writeln!(text, "{}", line.trim_end());
     }
     text
+}
+
+/// When it was made. Volumes of older programs have no time.
+fn created(volume: &VolumeInfo) -> String {
+    volume.created_unix_s.map_or_else(|| "-".into(), date)
 }
 
 fn kind(volume: &VolumeInfo) -> &'static str {
@@ -101,6 +113,7 @@ pub(super) fn volume(volume: &VolumeInfo) -> String {
         ("size", format!("{} ({} bytes)", Human(volume.virtual_bytes), volume.virtual_bytes)),
         ("domain", volume.domain.clone()),
         ("from", volume.origin.clone().unwrap_or_else(|| "-".into())),
+        ("created", created(volume)),
     ])
 }
 

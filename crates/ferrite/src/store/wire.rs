@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ferrite_host::frames::{Version, lines};
+use ferrite_image_tools::NewSize;
 use ferrite_image_tools::stores::Change;
 use ferrite_store::journal::Name;
 use ferrite_store::owned::StoreKey;
@@ -61,6 +62,10 @@ pub(super) enum Ask {
     },
     Repair {
         force: bool,
+    },
+    /// Makes the store larger. `None`: as large as its file or device.
+    Grow {
+        size: Option<NewSize>,
     },
     /// Reads a volume. After the answer, a [`Reading`], the stream has requests of
     /// [`elsewhere`](ferrite_disk::elsewhere) and their answers. The client's process number is for texts only.

@@ -13,7 +13,7 @@ fn the_commands_in_the_documentation_work() {
     let script = pages::commands(PAGE);
     for command in ["create", "list", "info", "snapshot", "clone", "rollback", "delete"]
         .into_iter()
-        .chain(["rename", "resize", "send", "receive"])
+        .chain(["rename", "resize", "grow", "send", "receive"])
         .chain(["stats", "check", "scrub", "repair", "gc", "compact"])
     {
         assert!(script.contains(&format!("ferrite store {command} ")), "{command} has no example");
@@ -32,6 +32,7 @@ fn printed() -> BTreeSet<String> {
         &["info", "s"],
         &["info", "s#b"],
         &["list", "s"],
+        &["grow", "s", "128M"],
         &["stats", "s"],
         &["gc", "s"],
         &["compact", "s", "--compress", "zstd"],

@@ -46,7 +46,7 @@ fn a_store_in_use_has_the_exit_code_of_an_image_in_use() {
 }
 
 /// Runs a script in a file system of 8 MiB of its own; returns the output. `None`: this user cannot mount one.
-fn on_a_small_disk(place: &Place, script: &str) -> Option<String> {
+pub(crate) fn on_a_small_disk(place: &Place, script: &str) -> Option<String> {
     let root = rustix::process::geteuid().is_root();
     let private: &[&str] = if root { &["-m"] } else { &["-r", "-m"] };
     let unshare = |script: &str| {

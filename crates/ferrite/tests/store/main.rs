@@ -5,6 +5,7 @@ mod disks;
 mod docs;
 mod endings;
 mod from_an_owner;
+mod growing;
 #[path = "../images/mod.rs"]
 mod images;
 #[path = "../pages/mod.rs"]

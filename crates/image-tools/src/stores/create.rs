@@ -86,7 +86,7 @@ impl ImageTools<'_> {
 }
 
 /// The note that a store of so many bytes is larger than what its file has and can still get.
-fn overcommitted(bytes: u64, below: SpaceBelow) -> Option<String> {
+pub(super) fn overcommitted(bytes: u64, below: SpaceBelow) -> Option<String> {
     let SpaceBelow { free_bytes, taken_bytes } = below;
     (taken_bytes.saturating_add(free_bytes) < bytes).then(|| {
         format!(

@@ -3,6 +3,7 @@
 
 mod compact;
 mod create;
+mod grow;
 mod receive;
 mod report;
 mod send;
@@ -36,8 +37,8 @@ use super::{ImageTools, NewSize, broken};
 
 pub use receive::Receive;
 pub use report::{
-    StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
-    StoreStats, VolumeDone,
+    StoreChecked, StoreCollected, StoreCompacted, StoreGrown, StoreListed, StoreMade,
+    StoreRepaired, StoreStats, VolumeDone,
 };
 pub use send::{Send, Sent};
 

@@ -24,6 +24,21 @@ pub struct StoreMade {
     pub notes: Vec<String>,
 }
 
+/// A store that is larger.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreGrown {
+    /// Its path.
+    pub path: String,
+    /// The size that it had.
+    pub before_bytes: u64,
+    /// Its size.
+    pub store_bytes: u64,
+    /// Free room for content.
+    pub free_bytes: u64,
+    /// What its user should know: its file system cannot hold all of it.
+    pub notes: Vec<String>,
+}
+
 /// The result of a change of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeDone {

@@ -23,16 +23,17 @@ use ferrite_store::pace::{Pace, Stop};
 use ferrite_store::page::{P2M_ENTRIES, Packing};
 
 use super::compact::compact_live;
+use super::grow::{cannot_grow, grow_live};
 use super::{
-    Change, StoreCheck, StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreRepaired,
-    StoreStats, VolumeDone,
+    Change, StoreCheck, StoreChecked, StoreCollected, StoreCompacted, StoreGrown, StoreListed,
+    StoreRepaired, StoreStats, VolumeDone,
 };
 use super::{
     cannot_check, cannot_collect, cannot_compact, cannot_look, change_live, failed, repaired,
     until_stopped,
 };
-use crate::Progress;
 use crate::io_context::IoContext;
+use crate::{NewSize, Progress};
 
 pub use reading::VolumeReader;
 
@@ -116,6 +117,18 @@ impl ServedStore {
         let done =
             self.run(what, async |live, port| change_live(live, port, volume, change).await)?;
         Ok(change.done(&self.path, done))
+    }
+
+    /// Makes the store larger, durably, while guests go on. Without a size it gets what its file or device has.
+    ///
+    /// # Errors
+    /// It cannot have that size: nothing has changed. Or it cannot be written: it has its old size, or the new one.
+    pub fn grow(&mut self, size: Option<NewSize>) -> Result<StoreGrown, DiskError> {
+        let path = self.path.clone();
+        let store = self.handle.as_ref().expect("it is there until the end").store().clone();
+        self.run(cannot_grow(&path), async |live, port| {
+            grow_live(live, port, store.raw(), &path, size).await
+        })?
     }
 
     /// Frees the space of content that no volume references. `goes_on` says when to stop.

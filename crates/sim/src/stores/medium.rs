@@ -44,7 +44,7 @@ impl StoreMedium {
     pub(super) fn choose(on: Medium, random: &mut SplitMix64) -> StoreMedium {
         let mut of = |all: &[u64]| all[random.below(all.len() as u64) as usize];
         let journal_blocks = of(&[16, 16, 24, 72]);
-        let layout = Layout { blocks: 4608, journal_blocks, segment_blocks: 64, segments: 64 };
+        let layout = Layout::new(4608, journal_blocks, 64, 64);
         let metadata = LEAST_METADATA + of(&[0, 0, 64 << 10, 1 << 20]) as usize;
         let memory = Memory { metadata, index: of(&[0, 1 << 10, 1 << 20, 1 << 20]) as usize };
         StoreMedium { on, layout, memory, devices: Devices::choose(random) }

@@ -92,7 +92,8 @@ impl Check<'_> {
             Record::Same { .. }
             | Record::Zeros { .. }
             | Record::Rollback { .. }
-            | Record::Delete { .. } => {}
+            | Record::Delete { .. }
+            | Record::Made { .. } => {}
         }
         Ok(())
     }

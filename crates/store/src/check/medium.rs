@@ -59,7 +59,7 @@ impl Check<'_> {
         let mut read = Vec::new().into_iter();
         for pair in 0..pairs {
             if read.len() == 0 {
-                let count = 4 * (pairs - pair).min(MAX_BLOCKS as u64 / 4);
+                let count = 2 * layout.pages_in_a_row(2 * pair, MAX_BLOCKS as u64 / 2);
                 let first = layout.space_page(2 * pair, 0);
                 read = self.medium.read_each(self.port, first, count as usize).await?.into_iter();
                 self.progress()?;
@@ -112,11 +112,11 @@ impl Check<'_> {
             let place_bytes = Some(in_bytes(place));
             StoreFinding { place_bytes, ..StoreFinding::damage(what, why) }
         };
-        let Some((segment, _)) = self.layout.segment_of(place) else {
+        let Some((segment, at)) = self.layout.segment_of(place) else {
             self.add(finding("it is in no segment".into()));
             return false;
         };
-        let at = place - self.layout.first_place(0);
+        let at = segment * self.layout.segment_blocks + at;
         let is_of_others = self.kinds[segment as usize / 2].is_some_and(|of_pair| of_pair != kind);
         let wrong = [
             (!self.taken.set(at), "two things are in one place"),

@@ -89,7 +89,7 @@ impl Stats {
         let available = in_bytes(space.room_for_data(owed, reserve));
         self.available_bytes = available.min(self.free_bytes);
         self.reserved_bytes = self.free_bytes - self.available_bytes;
-        self.needed_bytes = in_bytes(layout.first_place(0) + space.needed()) + ballast;
+        self.needed_bytes = in_bytes(layout.beside_places() + space.needed()) + ballast;
     }
 
     /// What guests can fill is no more than the file system has for it.

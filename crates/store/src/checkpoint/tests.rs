@@ -129,8 +129,16 @@ impl Process {
         let core = &mut *lock(&self.core);
         let name = Name::new(&format!("v{number}")).unwrap();
         let (generation, tree) = (core.generation, Tree::of_volume(BLOCKS, Link::Nothing));
-        let (is_snapshot, origin, domain) = (false, None, 0);
-        let volume = Volume { name, blocks: BLOCKS, domain, generation, is_snapshot, origin, tree };
+        let volume = Volume {
+            name,
+            blocks: BLOCKS,
+            domain: 0,
+            generation,
+            is_snapshot: false,
+            origin: None,
+            created_unix_s: number.is_multiple_of(2).then_some(1_700_000_000 + u64::from(number)),
+            tree,
+        };
         core.volumes.insert(number, volume);
         core.generation += 1;
         core.domains.insert(0, Domain { name: Name::new("all").unwrap(), key: DomainKey([3; 32]) });

@@ -44,6 +44,7 @@ fn record() -> impl Strategy<Value = Record> {
         }),
         (volume(), volume()).prop_map(|(volume, to)| Record::Rollback { volume, to }),
         volume().prop_map(|volume| Record::Delete { volume }),
+        (volume(), any::<u64>()).prop_map(|(volume, unix_s)| Record::Made { volume, unix_s }),
         (any::<u16>(), any::<[u8; 32]>(), name()).prop_map(|(domain, key, name)| {
             Record::Domain { domain, key: DomainKey(key), name }
         }),

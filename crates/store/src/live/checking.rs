@@ -69,9 +69,9 @@ impl Live {
         how: How,
         asker: Asker<'_>,
     ) -> io::Result<Outcome> {
-        let bytes = self.shared.layout.blocks * BLOCK_BYTES as u64;
         let begun = {
             let _alone = self.committer.checkpoint_and_hold(port).await?;
+            let bytes = self.shared.layout().blocks * BLOCK_BYTES as u64;
             Check::begin(port, &self.shared.medium, bytes, how, asker).await?
         };
         match begun {

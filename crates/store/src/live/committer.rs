@@ -9,6 +9,7 @@ use ferrite_io::shared_lock::{Held, SharedLock};
 use super::journal::Journal;
 use super::shared::Shared;
 use crate::checkpoint::{self, Core};
+use crate::layout::Layout;
 
 /// Makes checkpoints, one at a time.
 pub(super) struct Committer {
@@ -116,6 +117,24 @@ impl Committer {
         self.write_frozen(port).await?;
         settling.end();
         Ok(())
+    }
+
+    /// Makes a checkpoint with which the store has this layout, larger than before. All that it writes of the new segments
+    /// before is on its way to the medium. Records of other blocks name no new place until this has ended
+    /// ([`Core::grow`]), so they are good beside either superblock. If it fails, the next checkpoint tries it again.
+    ///
+    /// # Errors
+    /// As [`checkpoint`](Committer::checkpoint).
+    pub(super) async fn checkpoint_grown(&self, port: &Port, layout: Layout) -> io::Result<()> {
+        let _alone = self.hold(port).await?;
+        {
+            let _quiet = self.journal.quiet(port).await?;
+            let next = self.journal.next();
+            let mut core = self.shared.core();
+            core.grow(layout);
+            core.freeze(next);
+        }
+        self.write_frozen(port).await
     }
 
     /// Makes a checkpoint of all journal blocks below `next`, for a replay: nothing else uses the store.

@@ -237,10 +237,11 @@ impl Compactor {
         volume: VolumeId,
         leaf: u64,
     ) -> io::Result<()> {
-        let layout = self.shared.core().layout;
         let Some(words) = self.leaves.peek(port, Leaf::V2p(volume, leaf)).await? else {
             return Ok(());
         };
+        // As it is behind the read: the store may have grown.
+        let layout = self.shared.layout();
         self.collector.page_done(port, pace).await?;
         for part in words.chunks(usize::from(GROUP_BLOCKS)) {
             let mut contents = Vec::new();
@@ -263,7 +264,11 @@ impl Compactor {
         }
         let (number, entry) = self.leaves.meant_by(port, number).await?;
         let is_new = match &mut self.state().round {
-            Some(round) => round.seen.set(number),
+            Some(round) => {
+                // The store may have grown since the round began.
+                round.seen.reach(self.shared.layout().places());
+                round.seen.set(number)
+            }
             None => false,
         };
         Ok(is_new.then_some(Content { number, entry }))

@@ -13,7 +13,7 @@ use crate::check::{Stats, VolumeStats};
 use crate::journal::VolumeId;
 use crate::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::pages::{PageId, Pages};
-use crate::space::{Bits, Kind};
+use crate::space::{Bits, Kind, Places};
 use crate::tree::Found;
 
 /// Leaves that are counted before requests go on.
@@ -106,9 +106,11 @@ impl Counter<'_> {
         {
             return Ok(*known);
         }
-        let layout = self.shared.core().layout;
         let look = |pages: &Pages, id: &PageId| (*id, pages.words::<V2P_ENTRIES>(id, 0));
         let Some((id, words)) = self.leaves.look(port, leaf, look).await? else { return Ok(0) };
+        // As it is behind the read: the store may have grown since the count began.
+        let layout = self.shared.layout();
+        count.live.reach(layout.places());
         let mut mapped = 0;
         for word in words.unwrap_or([0; V2P_ENTRIES]) {
             let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
@@ -123,13 +125,14 @@ impl Counter<'_> {
 
     /// How many different contents the live numbers have, and the places that these take.
     async fn distinct(&self, port: &Port, live: &mut Bits) -> io::Result<(u64, u64)> {
-        let (end, places) = {
+        let (end, layout) = {
             let core = self.shared.core();
-            (core.numbers_end, core.layout.places())
+            (core.numbers_end, core.layout)
         };
+        live.reach(layout.places());
         let (mut distinct, mut stored) = (0, 0);
-        // The first places of groups, if the store has groups.
-        let mut groups: Option<Bits> = None;
+        // The first places of groups.
+        let mut groups = Places::default();
         // From the highest number down, since a number may stand for a lower one.
         for page in (0..end.div_ceil(P2M_ENTRIES as u64)).rev() {
             if page % STEP == 0 {
@@ -146,10 +149,9 @@ impl Counter<'_> {
                         live.set(*number);
                     }
                     Whereabouts::Plain { .. } => (distinct, stored) = (distinct + 1, stored + 1),
-                    Whereabouts::Packed { place, places: taken, .. } => {
-                        let groups = groups.get_or_insert_with(|| Bits::all(false, places));
+                    Whereabouts::Packed { place, places, .. } => {
                         distinct += 1;
-                        stored += if groups.set(*place) { u64::from(*taken) } else { 0 };
+                        stored += if groups.add(&layout, *place) { u64::from(*places) } else { 0 };
                     }
                 }
             }

@@ -171,7 +171,7 @@ impl Journal {
 
     /// Begins again at `next`: a checkpoint has all blocks below it.
     pub(super) fn restart(&self, next: u64) {
-        *self.numbers() = Numbers::new(next, self.shared.layout.journal_blocks);
+        *self.numbers() = Numbers::new(next, self.shared.layout().journal_blocks);
     }
 
     /// A checkpoint on the medium has all blocks below `from`.

@@ -127,7 +127,7 @@ impl Leaves {
     /// Reads a page. A lost page of hashes reads as zeros, so its contents have no hashes: that costs only space
     /// (section 2).
     async fn page(&self, port: &Port, id: &PageId, pointer: &Pointer) -> io::Result<Vec<u8>> {
-        let page = load_page(&self.shared.layout, &self.shared.medium, port, id, pointer).await;
+        let page = load_page(&self.shared.layout(), &self.shared.medium, port, id, pointer).await;
         let is_of_hashes = id.kind == Kind::Hashes && id.level == 0;
         page.or_else(|e| match is_of_hashes && is_lost(&e) {
             true => Ok(vec![0; BLOCK_BYTES]),
@@ -157,11 +157,11 @@ impl Leaves {
     /// # Errors
     /// The entry is damaged (`InvalidData`), or cannot be read.
     pub(super) async fn whereabouts(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
-        if number >= self.shared.layout.places() {
+        if number >= self.shared.layout().places() {
             return Err(damaged(Damaged("a content has a number that no store of this size has")));
         }
         let entry = self.words::<2>(port, Leaf::of_number(number)).await?;
-        Whereabouts::decode(&bytes(entry), number, &self.shared.layout).map_err(damaged)
+        Whereabouts::decode(&bytes(entry), number, &self.shared.layout()).map_err(damaged)
     }
 
     /// The hash of a number's content.
@@ -265,10 +265,11 @@ impl Leaves {
     /// # Errors
     /// As [`content_of`](Leaves::content_of).
     pub(super) async fn entries(&self, port: &Port, page: u64) -> io::Result<Vec<Whereabouts>> {
-        let layout = self.shared.core().layout;
         let Some(words) = self.peek(port, Leaf::P2m(page)).await? else {
             return Ok(vec![Whereabouts::Nowhere; P2M_ENTRIES]);
         };
+        // As it is behind the read: the store may have grown.
+        let layout = self.shared.layout();
         let numbers = page * P2M_ENTRIES as u64..;
         let entries = words.as_chunks::<ENTRY_WORDS>().0.iter().zip(numbers);
         let entries =

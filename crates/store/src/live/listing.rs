@@ -63,6 +63,9 @@ pub struct VolumeInfo {
     pub snapshot: bool,
     /// The volume that it was made from, if the store still has that.
     pub origin: Option<String>,
+    /// When it was made, in seconds of Unix time. `None`: by a program that noted none.
+    #[serde(default)]
+    pub created_unix_s: Option<u64>,
     /// The bytes that are not zeros, if they were counted.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub mapped_bytes: Option<u64>,
@@ -105,6 +108,7 @@ impl Core {
             domain: domain.map_or("", |domain| domain.name.as_str()).into(),
             snapshot: volume.is_snapshot,
             origin: origin.map(|origin| origin.name.as_str().into()),
+            created_unix_s: volume.created_unix_s,
             mapped_bytes: None,
         }
     }
@@ -246,9 +250,17 @@ mod tests {
             domain: "d".into(),
             snapshot: false,
             origin: None,
+            created_unix_s: None,
             mapped_bytes: None,
         };
-        assert_eq!(look.list(), [volume("a"), volume("c")]);
+        let mut listed = look.list();
+        // Replayed, as it was noted.
+        let now = ferrite_host::clock::unix_time_s();
+        for volume in &mut listed {
+            let made = volume.created_unix_s.take().unwrap();
+            assert!(made <= now && now - made < 3600, "{made} at {now}");
+        }
+        assert_eq!(listed, [volume("a"), volume("c")]);
         assert_eq!((look.info().checkpoint, look.info().volumes), (1, 2));
         assert!(look.has_records());
         assert!(std::fs::read(&machine.path).unwrap() == before);

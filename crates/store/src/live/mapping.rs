@@ -42,7 +42,7 @@ impl Lookup<'_> {
         let mut done = 0;
         while done < numbers.len() {
             let first = numbers[done];
-            let count = match decode_number(first.to_le_bytes(), &self.0.layout) {
+            let count = match decode_number(first.to_le_bytes(), &self.0.layout()) {
                 Err(_) => return,
                 Ok(0) => {
                     spots[done] = Some(Spot::Zeros);
@@ -75,7 +75,7 @@ impl Lookup<'_> {
     /// step.
     fn plain(&self, mut number: u64, mut entry: [u64; 2]) -> Option<Spot> {
         for _ in 0..MAX_WAY {
-            match Whereabouts::decode(&bytes(entry), number, &self.0.layout).ok()? {
+            match Whereabouts::decode(&bytes(entry), number, &self.0.layout()).ok()? {
                 Whereabouts::Plain { place, checksum } => {
                     return Some(Spot::Place { place, checksum });
                 }

@@ -366,7 +366,7 @@ impl Reader {
         block: u64,
     ) -> io::Result<Option<Whereabouts>> {
         let [word] = self.leaves.words(port, Leaf::of_block(volume, block)).await?;
-        let number = decode_number(word.to_le_bytes(), &self.shared.layout).map_err(damaged)?;
+        let number = decode_number(word.to_le_bytes(), &self.shared.layout()).map_err(damaged)?;
         if number == 0 {
             return Ok(None);
         }

@@ -375,10 +375,11 @@ impl Scrubber {
         name: &str,
         leaf: u64,
     ) -> io::Result<()> {
-        let layout = self.shared.core().layout;
         let Some(words) = self.leaves.peek(port, Leaf::V2p(volume, leaf)).await? else {
             return Ok(());
         };
+        // As it is behind the read: the store may have grown.
+        let layout = self.shared.layout();
         let mut run = 0..0;
         for (word, block) in words.iter().zip(leaf * V2P_ENTRIES as u64..) {
             let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;

@@ -7,7 +7,7 @@ use ferrite_disk_base::{Epochs, Port};
 
 use crate::checkpoint::{Core, lock};
 use crate::index::Index;
-use crate::layout::Layout;
+use crate::layout::{Layout, LayoutInUse};
 use crate::medium::Medium;
 use crate::slots::Slots;
 use crate::space::{SpacePage, UNREADABLE};
@@ -15,7 +15,7 @@ use crate::space::{SpacePage, UNREADABLE};
 /// The medium, the core, and the structures that are read without the core's lock.
 pub(super) struct Shared {
     pub(super) medium: Medium,
-    pub(super) layout: Layout,
+    layout: Arc<LayoutInUse>,
     /// The leaves in memory, for readers without the core's lock.
     pub(super) slots: Arc<Slots>,
     pub(super) index: Index,
@@ -27,12 +27,18 @@ impl Shared {
     pub(super) fn new(medium: Medium, core: Core, index: Index) -> Shared {
         Shared {
             medium,
-            layout: core.layout,
+            layout: core.in_use.clone(),
             slots: core.pages.slots().clone(),
             index,
             epochs: Epochs::new(),
             core: Mutex::new(core),
         }
+    }
+
+    /// The layout as it is now, without the core's lock.
+    #[inline]
+    pub(super) fn layout(&self) -> Layout {
+        self.layout.now()
     }
 
     /// Locks the core. The caller must not wait while it holds the guard.

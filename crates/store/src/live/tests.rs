@@ -20,6 +20,7 @@ mod altering;
 mod checking;
 mod dropped;
 mod flips;
+mod growing;
 mod mapping;
 mod passes;
 mod room;
@@ -106,7 +107,8 @@ impl Process {
 
     fn with(machine: &Machine, memory: Memory) -> io::Result<Process> {
         let (port, mut reactor) = testing::port(&machine.world, &machine.path);
-        let live = reactor.block_on(async { Live::open(&port, BYTES, memory).await })??;
+        let bytes = machine.path.metadata()?.len();
+        let live = reactor.block_on(async { Live::open(&port, bytes, memory).await })??;
         Ok(Process { live: Arc::new(live), port, reactor })
     }
 

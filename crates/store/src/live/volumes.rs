@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use ferrite_disk_base::Port;
+use ferrite_host::clock;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::Core;
@@ -95,7 +96,7 @@ impl Core {
                     () => Ok(()),
                 }
             }
-            Record::Delete { volume } => find(volume).map(drop),
+            Record::Delete { volume } | Record::Made { volume, .. } => find(volume).map(drop),
             Record::New(_) | Record::Same { .. } | Record::Zeros { .. } => Ok(()),
         }
     }
@@ -115,14 +116,25 @@ impl Core {
                 let tree = Tree::of_volume(*blocks, Link::Nothing);
                 let (name, blocks, domain) = (name.clone(), *blocks, *domain);
                 let (is_snapshot, origin, generation) = (false, None, self.new_generation());
-                let new = Volume { name, blocks, domain, generation, is_snapshot, origin, tree };
+                let created_unix_s = None;
+                let new = Volume {
+                    name,
+                    blocks,
+                    domain,
+                    generation,
+                    is_snapshot,
+                    origin,
+                    created_unix_s,
+                    tree,
+                };
                 self.volumes.insert(*volume, new);
             }
             Record::Share { volume, of, snapshot, name } => {
                 let from = self.volumes.entries()[of].clone();
                 let (name, is_snapshot, origin) = (name.clone(), *snapshot, Some(*of));
                 let generation = self.new_generation();
-                let new = Volume { name, generation, is_snapshot, origin, ..from };
+                let created_unix_s = None;
+                let new = Volume { name, generation, is_snapshot, origin, created_unix_s, ..from };
                 self.volumes.insert(*volume, new);
                 // Both volumes copy the pages that they share before they change them.
                 self.renew(*of);
@@ -134,6 +146,11 @@ impl Core {
                 }
                 self.pages.hide_volume(*volume);
                 self.renew(*volume);
+            }
+            Record::Made { volume, unix_s } => {
+                if let Some(volume) = self.volumes.get_mut(*volume) {
+                    volume.created_unix_s = Some(*unix_s);
+                }
             }
             Record::Delete { volume } => {
                 self.remove(*volume);
@@ -260,7 +277,7 @@ pub(super) struct Volumes {
     pub(super) committer: Arc<Committer>,
     pub(super) changes: Arc<Changes>,
     /// Held by the operation under way.
-    operating: SharedLock,
+    pub(super) operating: SharedLock,
 }
 
 impl Volumes {
@@ -295,10 +312,23 @@ impl Volumes {
         if !matches!(record, Record::Rollback { .. } | Record::Delete { .. }) {
             self.changes.check_room(ChangeKind::Data)?;
         }
+        let makes = matches!(record, Record::Create { .. } | Record::Share { .. });
+        let unix_s = clock::unix_time_s();
+        let made = makes && self.may_have_times(port).await;
+        let made = made.then_some(Record::Made { volume: number, unix_s });
         let mut block = Filling::default();
         block.add(&record);
+        made.iter().for_each(|made| {
+            block.add(made);
+        });
         // Step 2. All journal blocks wait, not only the volume's: that is simpler, and takes little time.
-        let apply = async || self.shared.core().apply(&record).map_err(invalid);
+        let apply = async || {
+            let core = &mut *self.shared.core();
+            [Some(&record), made.as_ref()]
+                .into_iter()
+                .flatten()
+                .try_for_each(|record| core.apply(record).map_err(invalid))
+        };
         let told =
             self.journal_writer.write(port, JournalLock::Exclusive, block, check, apply).await;
         // Step 3.
@@ -310,5 +340,25 @@ impl Volumes {
             self.shared.core().remove(number);
         }
         done.map(|()| number)
+    }
+
+    /// Whether records may say when a volume was made. In a store that an older program has made a checkpoint says so first,
+    /// once: so that program refuses the store by its superblock, and takes no record for damage.
+    async fn may_have_times(&self, port: &Port) -> bool {
+        // The checkpoint under way may have begun before.
+        for _ in 0..2 {
+            {
+                let core = &mut *self.shared.core();
+                core.wants_times = true;
+                if core.has_times {
+                    return true;
+                }
+            }
+            // Without it the volume has no time.
+            if self.committer.checkpoint(port).await.is_err() {
+                return false;
+            }
+        }
+        self.shared.core().has_times
     }
 }

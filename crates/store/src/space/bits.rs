@@ -22,6 +22,15 @@ impl Bits {
         &self.0
     }
 
+    /// Makes it one of so many places at least, a multiple of 64. The new ones are clear.
+    pub fn reach(&mut self, places: u64) {
+        if self.0.len() < places as usize / 64 {
+            let mut words = std::mem::take(&mut self.0).into_vec();
+            words.resize(places as usize / 64, 0);
+            self.0 = words.into();
+        }
+    }
+
     /// A bit.
     pub fn get(&self, at: u64) -> bool {
         self.0[at as usize / 64] >> (at % 64) & 1 == 1

@@ -154,6 +154,20 @@ impl Space {
         self.unload(pair);
     }
 
+    /// The store has grown: it has more segments, which are free. The medium has a page in both homes of each, of which the
+    /// second counts.
+    pub fn grow(&mut self, layout: Layout) {
+        for _ in self.layout.segments..layout.segments {
+            let free = layout.segment_blocks as u32;
+            let (bits, dropped, next_home, changed) = (None, 0, 0, false);
+            self.segments.push(Segment { bits, free, dropped, next_home, changed });
+        }
+        let pairs = layout.segments as usize / 2;
+        self.free_pairs += (pairs - self.pairs.len()) as u64;
+        self.pairs.resize(pairs, Kind::Free);
+        self.layout = layout;
+    }
+
     /// Takes bits out of memory that the medium has, too, or that are all clear.
     fn unload(&mut self, pair: u64) {
         let is_open = self.is_filled(pair);

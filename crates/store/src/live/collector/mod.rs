@@ -332,6 +332,9 @@ impl Collector {
     pub(super) async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
         let input = self.pass_input();
+        // The store does not grow during a pass: who has it grow holds the pass, or has failed, and then the checkpoint under
+        // way does it.
+        drop(self.committer.hold(port).await?);
         // Step 1.
         self.begin_marking();
         self.two_epochs(port, pace).await?;
@@ -426,10 +429,10 @@ impl Collector {
 
     /// Frees all places without a mark, a part of them by each checkpoint. Gives how many.
     async fn sweep_places(&self, port: &Port, pace: &Pace) -> io::Result<u64> {
-        let pairs = self.shared.layout.segments / 2;
+        let layout = self.shared.layout();
+        let pairs = layout.segments / 2;
         // At least two parts, so that small stores run the code between two parts, too.
-        let at_once =
-            (PLACES_AT_ONCE / (2 * self.shared.layout.segment_blocks)).min(pairs.div_ceil(2));
+        let at_once = (PLACES_AT_ONCE / (2 * layout.segment_blocks)).min(pairs.div_ceil(2));
         let mut freed = 0;
         for first in (0..pairs).step_by(at_once as usize) {
             let part = first..pairs.min(first + at_once);

@@ -191,7 +191,7 @@ fn of_a_segment_whose_bits_cannot_be_read_nothing_is_given_and_others_are_writte
 fn hashes(process: &mut Process) -> Vec<u64> {
     let Process { live, port, reactor } = process;
     let mut places = Vec::new();
-    for leaf in 0..live.shared.layout.places().div_ceil(HASHES as u64) {
+    for leaf in 0..live.shared.layout().places().div_ceil(HASHES as u64) {
         loop {
             let found = Leaf::Hashes(leaf).find(&live.shared.core()).unwrap();
             match found {

@@ -225,7 +225,7 @@ fn number_of(process: &mut Process) -> u64 {
 /// Gives a number another content, as if no task could still be reading it.
 async fn use_again(live: &Live, port: &Port, number: u64, content: u64) -> io::Result<()> {
     let volume = live.volume("v0").unwrap();
-    let place = live.shared.layout.first_place(live.shared.layout.segments - 1);
+    let place = live.shared.layout().first_place(live.shared.layout().segments - 1);
     let checksum = content as u32;
     let mut hash = [0; 32];
     hash[..8].copy_from_slice(&content.to_le_bytes());
@@ -283,7 +283,7 @@ fn a_number_that_is_used_again_is_never_seen_with_its_new_place_and_its_old_hash
                 let (leaf, at) = Leaf::of_hash(number);
                 let Some([hash]) = live.shared.slots.read::<1>(leaf.view(), at) else { continue };
                 let found =
-                    Whereabouts::decode(&bytes(entry), number, &live.shared.layout).unwrap();
+                    Whereabouts::decode(&bytes(entry), number, &live.shared.layout()).unwrap();
                 let Whereabouts::Plain { checksum, .. } = found else { panic!("{found:?}") };
                 let place = u64::from(checksum);
                 assert!(hash >= place, "the place of {place} and the hash of {hash}");
