@@ -192,6 +192,7 @@ impl Part {
             Part::Xen => xen::run(&arguments.xen),
             Part::Vdo => xen::vdo::run(&arguments.xen),
             Part::Device => xen::device::run(&arguments.xen),
+            Part::Network if arguments.xen.profile => network::profile(),
             Part::Network => joined("network", network::run()?),
             Part::Persistent => joined("xen-persistent", crowd::persistent(arguments.most_guests)?),
             Part::Aggregate => joined("xen-aggregate", crowd::aggregate(arguments.most_guests)?),
