@@ -256,7 +256,8 @@ impl Worker {
             DRAIN | REARM if is_ok => {}
             DRAIN | REARM => {
                 let e = io::Error::from_raw_os_error(-completion.raw);
-                tracing::debug!("an event's word was not moved: {e}");
+                tracing::debug!("the engine has not moved an event's word: {e}");
+                self.rearm_all();
             }
             token => {
                 let (epoch, at) = (token >> QUEUE_BITS, token as usize & ((1 << QUEUE_BITS) - 1));
@@ -268,6 +269,19 @@ impl Worker {
                     self.events.came(queue);
                 }
             }
+        }
+    }
+
+    /// Lets the events of all queues through: which one's word was not moved is unknown.
+    #[cold]
+    fn rearm_all(&mut self) {
+        for queue in self.vifs.iter_mut().flatten().flat_map(|vif| &mut vif.queues) {
+            let link = queue.rings.link();
+            link.event_taken();
+            if let Err(e) = link.rearm() {
+                tracing::debug!("cannot let events through: {e}");
+            }
+            (queue.has_event, queue.is_read_by_engine) = (false, false);
         }
     }
 

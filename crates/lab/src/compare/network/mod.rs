@@ -18,15 +18,14 @@ use records::Records;
 
 use super::result::Target;
 use super::table::figure;
-pub(super) use profile::run as profile;
 use crate::experiments::findings::{Chart, Findings, Row};
+pub(super) use profile::run as profile;
 
 /// Packets that are traced, and their bytes: full ones, whose pages netback maps.
 const PACKETS: u32 = 20;
 const PACKET_BYTES: u32 = 1400;
 /// Bytes of the headers before them: Ethernet, IPv4, ICMP.
 const HEADER_BYTES: u32 = 14 + 20 + 8;
-const ROUNDS: u32 = 3;
 /// Duration of a stream, in time of the emulated machine.
 const STREAM_MS: u32 = 300;
 const PORT: u32 = 9000;
@@ -99,8 +98,8 @@ struct Measured {
     records: Option<Records>,
 }
 
-/// Boots the host, and measures.
-pub(super) fn run() -> Result<Findings> {
+/// Boots the host, and measures so often.
+pub(super) fn run(rounds: u32) -> Result<Findings> {
     packages::ensure(&[packages::XEN_HOST])?;
     let root = root::ensure(root::TRIXIE)?;
     let ferrite = release::build_ferrite()?;
@@ -121,9 +120,9 @@ pub(super) fn run() -> Result<Findings> {
         let (rates, costs) = (BTreeMap::new(), Vec::new());
         measured.insert(backend, Measured { times, plain, probed, rates, costs, records });
     }
-    for round in 1..=ROUNDS {
+    for round in 1..=rounds {
         for (load, backend) in Load::ALL.iter().flat_map(|l| Backend::BOTH.map(|b| (*l, b))) {
-            let what = format!("{}: {}, round {round} of {ROUNDS}", backend.name(), load.name());
+            let what = format!("{}: {}, round {round} of {rounds}", backend.name(), load.name());
             let (rate, busy) = step(&what, || stream(&mut host, backend, load))?;
             let cost_us = busy * SEGMENT_BYTES * 8.0 / rate;
             say(format!("  {} Mbit/s, dom0 {cost_us:.1} us for 64 KiB", figure(rate)));

@@ -43,7 +43,7 @@ pub(crate) struct XenArguments {
     tests: Vec<String>,
     /// Rounds in the one boot: how often each backend is attached and measured, in turn.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
-    xen_rounds: u32,
+    pub(super) xen_rounds: u32,
     /// Length of a test, in seconds of the emulated machine.
     #[arg(long, value_name = "S", default_value_t = 0.2)]
     xen_seconds: f64,

@@ -174,7 +174,11 @@ impl Profiler {
     }
 
     /// Reads the functions of the kernels and of Xen. From then on the guest's marks count.
-    pub(in crate::compare) fn read_symbols(&mut self, xenhost: &mut XenHost, guest: &mut Guest) -> Result<()> {
+    pub(in crate::compare) fn read_symbols(
+        &mut self,
+        xenhost: &mut XenHost,
+        guest: &mut Guest,
+    ) -> Result<()> {
         self.dom0 = Symbols::parse(&xenhost.sh("cat /proc/kallsyms")?, "tTwW");
         // Both kernels are the same; their modules have different addresses.
         let modules = guest.sh(xenhost, "grep '\\[' /proc/kallsyms", 60)?;
@@ -208,7 +212,13 @@ impl Profiler {
     }
 
     /// The report on `counts`, which `ios` requests took. `maps` are the mappings of the backend's process.
-    pub(in crate::compare) fn report(&self, title: &str, counts: &Counts, ios: f64, maps: &str) -> String {
+    pub(in crate::compare) fn report(
+        &self,
+        title: &str,
+        counts: &Counts,
+        ios: f64,
+        maps: &str,
+    ) -> String {
         let Some(in_dom0) = self.divide(counts) else {
             return format!("### {title}\n\nNothing that could be told apart.\n");
         };
