@@ -60,9 +60,29 @@ impl Control {
     }
 }
 
+fn system(what: &'static str) -> impl Fn(std::io::Error) -> NetworkError {
+    move |source| NetworkError::System { what, source }
+}
+
+/// Starts the thread that moves packets. Its engine belongs to it, so it is made there.
+fn start_worker(start: Start) -> Result<JoinHandle<()>, NetworkError> {
+    let (made, is_made) = mpsc::channel();
+    let run = move || match Worker::new(start) {
+        Ok(mut worker) => {
+            let _ = made.send(Ok(()));
+            worker.run();
+        }
+        Err(e) => drop(made.send(Err(e))),
+    };
+    let thread = std::thread::Builder::new().name("net".into()).spawn(run);
+    let thread = thread.map_err(system("start a thread"))?;
+    let outcome = is_made.recv().unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into()));
+    outcome.map_err(system("take memory or an engine"))?;
+    Ok(thread)
+}
+
 /// Starts both threads.
 pub(crate) fn start(options: Options) -> Result<Control, NetworkError> {
-    let system = |what| move |source: std::io::Error| NetworkError::System { what, source };
     let event = || {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         fd.map(Arc::new).map_err(|e| system("make an event")(e.into()))
@@ -70,7 +90,7 @@ pub(crate) fn start(options: Options) -> Result<Control, NetworkError> {
     let (wake, worker_wake) = (event()?, event()?);
     let (commands, from_control) = mpsc::channel();
     let (reports, from_worker) = mpsc::channel();
-    let mut worker = Worker::new(Start {
+    let start = Start {
         pages: options.hypervisor.pages()?,
         uplink: options.uplink,
         commands: from_control,
@@ -80,12 +100,8 @@ pub(crate) fn start(options: Options) -> Result<Control, NetworkError> {
         hold_ms: options.hold_ms,
         trace: options.trace,
         poll_us: options.poll_us,
-    })
-    .map_err(system("take memory"))?;
-    let worker = std::thread::Builder::new()
-        .name("net".into())
-        .spawn(move || worker.run())
-        .map_err(system("start a thread"))?;
+    };
+    let worker = start_worker(start)?;
     let (ends, known) = (Arc::new(AtomicBool::new(false)), Known::default());
     let mut follower = Follower {
         store: options.store,

@@ -120,8 +120,14 @@ pub(crate) struct Queue {
     pub(crate) is_starved: bool,
     /// An event was taken, and the channel is not rearmed.
     pub(crate) has_event: bool,
-    /// Something was done since the event.
+    /// The engine has that event still to read.
+    pub(crate) is_read_by_engine: bool,
+    /// The engine waits for an event.
+    pub(crate) is_watched: bool,
+    /// Something was done since events were let through.
     pub(crate) has_worked: bool,
+    /// The guest was notified of the answers that were published last.
+    pub(crate) was_notified: bool,
     /// The channel stays as it is until then: events that bring nothing are held back.
     pub(crate) quiet_until_ns: u64,
     /// Records whose packets this queue has sent, and that were answered in this turn.
@@ -141,13 +147,21 @@ impl Queue {
             held: VecDeque::new(),
             is_starved: false,
             has_event: false,
+            is_read_by_engine: false,
+            is_watched: false,
             has_worked: false,
+            was_notified: false,
             quiet_until_ns: 0,
             tx_answered: Vec::new(),
             rx_answered: Vec::new(),
             tx_unseen: Unseen::default(),
             rx_unseen: Unseen::default(),
         }
+    }
+
+    /// Whether packets with records were answered in this turn.
+    pub(crate) fn has_records(&self) -> bool {
+        !(self.tx_answered.is_empty() && self.rx_answered.is_empty())
     }
 
     pub(crate) fn get(&mut self, seq: u64) -> Option<&mut Pending> {

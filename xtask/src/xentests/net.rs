@@ -1,5 +1,8 @@
 //! Network interfaces: guests that reach each other by `ferrite net serve`, with interfaces that xl makes.
 
+mod migrated;
+mod uplink;
+
 use super::{Bench, Case, ferrite};
 use anyhow::{Context, Result, ensure};
 use ferrite_xenhost::disk::ended;
@@ -10,6 +13,9 @@ use ferrite_xenhost::steps::say;
 pub(super) const CASES: &[Case] = &[
     ferrite("net/two-guests", |bench| two_guests(bench, Kind::Pv)),
     ferrite("net/pvh-guests", |bench| two_guests(bench, Kind::Pvh)).on_amd(),
+    ferrite("net/uplink-to-dom0", uplink::to_dom0),
+    ferrite("net/a-guest-reboots", migrated::reboots),
+    ferrite("net/a-guest-migrates-to-its-own-host", migrated::migrates).on_amd(),
 ];
 
 const LOG: &str = "/tmp/net.log";
@@ -19,9 +25,18 @@ const PINGS: [u32; 12] = [1, 56, 1000, 1472, 1473, 4000, 4096, 8191, 9000, 16_00
 const STREAM_MIB: u32 = 8;
 
 fn two_guests(bench: &mut Bench<'_>, kind: Kind) -> Result<()> {
+    with_network(bench, "", |bench, network| steps(bench, network, kind))
+}
+
+/// Carries out steps while a switch is served with these further options.
+fn with_network(
+    bench: &mut Bench<'_>,
+    options: &'static str,
+    steps: impl FnOnce(&mut Bench<'_>, &mut Network) -> Result<()>,
+) -> Result<()> {
     network::add_to_guests(bench.xenhost)?;
-    let outcome = Network::start(bench).and_then(|mut network| {
-        let outcome = steps(bench, &mut network, kind);
+    let outcome = Network::start(bench, options).and_then(|mut network| {
+        let outcome = steps(bench, &mut network);
         network.stop(bench).and(outcome)
     });
     let log = bench.xenhost.dom0(&format!("tail -n 40 {LOG}; rm -f {LOG}"), 20)?.stdout;
@@ -31,12 +46,14 @@ fn two_guests(bench: &mut Bench<'_>, kind: Kind) -> Result<()> {
 /// The process of the switch.
 struct Network {
     pid: u32,
+    options: &'static str,
 }
 
 impl Network {
-    fn start(bench: &mut Bench<'_>) -> Result<Network> {
-        let command =
-            format!("setsid ferrite net serve --switch lan --xl </dev/null >>{LOG} 2>&1 & echo $!");
+    fn start(bench: &mut Bench<'_>, options: &'static str) -> Result<Network> {
+        let command = format!(
+            "setsid ferrite net serve --switch lan --xl {options} </dev/null >>{LOG} 2>&1 & echo $!"
+        );
         let pid = bench.xenhost.sh(&command)?;
         let pid = pid.parse().with_context(|| format!("odd answer: {pid}"))?;
         let ready = "ferrite net stat | grep -q interface && ls /run/ferrite/net/lan.json";
@@ -45,7 +62,7 @@ impl Network {
             "grep -q 'CapEff:.0*$' /proc/{pid}/status && grep -q 'NoNewPrivs:.1' /proc/{pid}/status"
         );
         bench.xenhost.sh(&rights).context("the rights of the switch")?;
-        Ok(Network { pid })
+        Ok(Network { pid, options })
     }
 
     /// Ends it by this signal.
@@ -74,6 +91,11 @@ impl Peer {
         let mut guest = bench.paused_guest(&GuestOptions { kind, ..GuestOptions::default() })?;
         guest.unpause(bench.xenhost)?;
         guest.wait_ready(bench.xenhost)?;
+        Peer::of(bench, guest, number)
+    }
+
+    /// A guest that runs gets an interface.
+    fn of(bench: &mut Bench<'_>, guest: Guest, number: u32) -> Result<Peer> {
         let mut peer = Peer { guest, address: format!("10.0.0.{number}"), number };
         peer.sh(bench, &format!("{}; mkfifo /tmp/never", network::LOAD), 60)?;
         peer.attach(bench)?;
@@ -91,6 +113,11 @@ impl Peer {
             "xl network-attach {domid} script=vif-ferrite mac=00:16:3e:00:00:{number:02x} 2>&1"
         );
         bench.xenhost.sh_for(&attach, 60)?;
+        self.up(bench)
+    }
+
+    /// The guest uses its interface.
+    fn up(&mut self, bench: &mut Bench<'_>) -> Result<()> {
         let up = format!(
             "until ifconfig eth0 {} up 2>/dev/null; do sleep 0.2; done; \
              until [ $(cat /sys/class/net/eth0/carrier) = 1 ]; do sleep 0.2; done",
@@ -203,7 +230,7 @@ fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()>
     streams(bench, &mut peers, 2 * STREAM_MIB, |bench| {
         bench.xenhost.sh("sleep 1")?;
         network.end(bench, "KILL")?;
-        *network = Network::start(bench)?;
+        *network = Network::start(bench, network.options)?;
         Ok(())
     })
     .context("killed")?;

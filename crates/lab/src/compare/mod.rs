@@ -192,7 +192,8 @@ impl Part {
             Part::Xen => xen::run(&arguments.xen),
             Part::Vdo => xen::vdo::run(&arguments.xen),
             Part::Device => xen::device::run(&arguments.xen),
-            Part::Network => joined("network", network::run()?),
+            Part::Network if arguments.xen.profile => network::profile(),
+            Part::Network => joined("network", network::run(arguments.xen.xen_rounds)?),
             Part::Persistent => joined("xen-persistent", crowd::persistent(arguments.most_guests)?),
             Part::Aggregate => joined("xen-aggregate", crowd::aggregate(arguments.most_guests)?),
         }

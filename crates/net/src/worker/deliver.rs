@@ -230,11 +230,7 @@ impl Worker {
 
     /// Brings a guest's frame into the arena for the uplink.
     fn send_up(&mut self, frame: &Frame) {
-        let Some(room) = self.uplink_room() else {
-            self.is_dropped(frame, None, Ended::Dropped);
-            return self.drop_of(frame.from);
-        };
-        let room = room.slice(0, frame.size);
+        let room = self.room_to_uplink().slice(0, frame.size);
         // The header as it was judged, then the rest.
         let mut header = vec![0; frame.header.len()];
         self.arena.copy_out(frame.header, &mut header);
@@ -257,22 +253,27 @@ impl Worker {
 
     /// Takes frames of the uplink.
     pub(super) fn receive_uplink(&mut self) {
-        for _ in 0..super::UPLINK_FRAMES / 2 {
+        if self.start.uplink.is_none() || !self.events.is_uplink_due() {
+            return;
+        }
+        for _ in 0..super::UPLINK_RECEIVED {
             let Some(uplink) = &mut self.start.uplink else { return };
             let (len, offload) = match uplink.receive(&mut self.bytes) {
                 Ok(Some(received)) => received,
-                Ok(None) => return,
+                Ok(None) => {
+                    self.events.has_frames = false;
+                    return;
+                }
                 Err(e) => {
                     tracing::error!("the uplink is broken: {e}; guests reach each other only");
-                    self.start.uplink = None;
-                    return;
+                    return self.lose_uplink();
                 }
             };
             self.turn.has_worked = true;
             if !(ferrite_xen::netif::FRAME_BYTES_MIN..=self.bytes.len()).contains(&len) {
                 continue;
             }
-            let Some(room) = self.uplink_room() else { return };
+            let Some(room) = self.room_from_uplink() else { return };
             let header = room.slice(0, len);
             self.arena.copy_in(header, &self.bytes[..len]);
             let (size, seen_ns, fetched_ns) = (len, self.turn.now_ns, 0);

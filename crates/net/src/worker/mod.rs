@@ -8,7 +8,7 @@
 //! 4. All pieces: one grant copy, each status checked (`finish.rs`).
 //! 5. Both sides are answered. Each queue is published once, and its guest notified once if it asked.
 //!
-//! With nothing left to do, it looks again for a while, asks for events, and sleeps (`wait.rs`).
+//! With nothing left to do, it looks for a while, asks for events, and sleeps (`wait.rs`).
 
 mod deliver;
 mod finish;
@@ -41,8 +41,10 @@ const TAKEN_MAX: usize = 256;
 const QUEUE_MAX: usize = 64;
 /// Headers in the arena: of packets that are taken in a turn, and of held ones.
 const HEADERS: usize = 2 * TAKEN_MAX;
-/// Frames to or from the uplink in a turn.
-const UPLINK_FRAMES: usize = 16;
+/// Frames from the uplink in a turn, and frames to it that are copied together.
+const UPLINK_RECEIVED: usize = 8;
+const UPLINK_SENT: usize = 16;
+const UPLINK_FRAMES: usize = UPLINK_RECEIVED + UPLINK_SENT;
 /// Room for one of them.
 const UPLINK_BYTES: usize = 64 << 10;
 const _: () = assert!(UPLINK_BYTES >= FRAME_BYTES_MAX);
@@ -144,7 +146,8 @@ struct Turn {
     fetches: Vec<Piece>,
     rx: Vec<Room>,
     headers: usize,
-    uplink_frames: usize,
+    uplink_received: usize,
+    uplink_sent: usize,
     /// Something was done.
     has_worked: bool,
     /// Interfaces that are to be stopped at its end.
@@ -152,12 +155,14 @@ struct Turn {
 }
 
 pub(crate) struct Worker {
-    start: Start,
     clock: SystemClock,
     arena: Arc<Arena>,
+    /// Before the interfaces, whose descriptors it watches.
+    events: wait::Events,
     switch: Switch,
     /// By port.
     vifs: Vec<Option<Vif>>,
+    start: Start,
     epochs: u64,
     turn: Turn,
     tracer: record::Tracer,
@@ -181,6 +186,7 @@ impl Worker {
             switch: Switch::new(start.uplink.is_some()),
             start,
             clock: SystemClock,
+            events: wait::Events::new(arena.clone())?,
             arena,
             vifs: Vec::new(),
             epochs: 0,
@@ -205,7 +211,10 @@ impl Worker {
             }
             if !self.has_begun {
                 self.sleep();
-            } else if !self.turn() {
+                continue;
+            }
+            self.turn();
+            if !self.has_more() {
                 self.rest();
             }
         }
@@ -258,6 +267,7 @@ impl Worker {
     /// Drops an interface's rings. Its packets that wait for others are gone; those that wait for it are dropped.
     fn disconnect(&mut self, port: PortId) {
         self.switch.remove(port);
+        self.unwatch(port);
         let Some(vif) = self.vifs.get_mut(usize::from(port.0)).and_then(Option::take) else {
             return;
         };
@@ -284,16 +294,18 @@ impl Worker {
         }
     }
 
-    /// One turn. Whether there was something to do.
-    fn turn(&mut self) -> bool {
+    /// One turn.
+    fn turn(&mut self) {
         let turn = &mut self.turn;
         turn.now_ns = self.clock.now_ns();
         turn.frames.clear();
         turn.deliveries.clear();
         turn.pieces.clear();
         turn.rx.clear();
-        (turn.headers, turn.uplink_frames, turn.has_worked) = (0, 0, false);
-        self.look_at_consumed();
+        (turn.headers, turn.uplink_received, turn.uplink_sent) = (0, 0, 0);
+        turn.has_worked = false;
+        self.tracer.answered_ns = None;
+        self.look_at_consumed(self.turn.now_ns);
         self.retry_held();
         self.take_all();
         self.fetch_headers();
@@ -308,27 +320,28 @@ impl Worker {
         self.publish();
         self.stop_all();
         self.tracer.noticed = Noticed::Working;
-        self.turn.has_worked
     }
 
     /// Publishes all answers of all queues, and notifies each guest that asked once.
     fn publish(&mut self) {
-        let mut answered_ns = None;
+        let (mut is_traced, mut has_notified) = (false, false);
         for vif in self.vifs.iter_mut().flatten() {
             for queue in &mut vif.queues {
-                let is_traced = !(queue.tx_answered.is_empty() && queue.rx_answered.is_empty());
-                if is_traced {
-                    answered_ns.get_or_insert_with(|| self.clock.now_ns());
+                is_traced |= queue.has_records();
+                if queue.has_records() {
+                    let now = || self.clock.now_ns();
+                    self.tracer.answered_ns.get_or_insert_with(now);
                 }
                 let asked = queue.rings.publish();
+                queue.was_notified = asked;
+                has_notified |= asked;
                 if asked && let Err(e) = queue.rings.link().notify() {
                     tracing::debug!("cannot notify {}: {e}", vif.id);
                 }
-                if let (true, Some(answered_ns)) = (is_traced, answered_ns) {
-                    let notified_ns = if asked { self.clock.now_ns() } else { 0 };
-                    Worker::are_published(&mut self.tracer, queue, answered_ns, notified_ns);
-                }
             }
+        }
+        if is_traced {
+            self.are_published(has_notified);
         }
     }
 
@@ -350,13 +363,32 @@ impl Worker {
         })
     }
 
-    /// The arena's room for a frame of the uplink.
-    fn uplink_room(&mut self) -> Option<Span> {
-        let at = self.turn.uplink_frames;
-        (at < UPLINK_FRAMES).then(|| {
-            self.turn.uplink_frames += 1;
-            self.arena.span(HEADERS * HEADER_BYTES + at * UPLINK_BYTES, UPLINK_BYTES)
+    /// The arena's room for a frame from the uplink.
+    fn room_from_uplink(&mut self) -> Option<Span> {
+        let at = self.turn.uplink_received;
+        (at < UPLINK_RECEIVED).then(|| {
+            self.turn.uplink_received += 1;
+            self.uplink_room(at)
         })
+    }
+
+    /// The arena's room for a frame to the uplink. If there is none, what was begun is carried out first: no frame is
+    /// lost by having come with many.
+    fn room_to_uplink(&mut self) -> Span {
+        if self.turn.uplink_sent == UPLINK_SENT {
+            self.are_chosen();
+            self.copy_and_finish();
+            self.turn.deliveries.clear();
+            self.turn.pieces.clear();
+            self.turn.rx.clear();
+            self.turn.uplink_sent = 0;
+        }
+        self.turn.uplink_sent += 1;
+        self.uplink_room(UPLINK_RECEIVED + self.turn.uplink_sent - 1)
+    }
+
+    fn uplink_room(&self, at: usize) -> Span {
+        self.arena.span(HEADERS * HEADER_BYTES + at * UPLINK_BYTES, UPLINK_BYTES)
     }
 
     /// The source of a frame, for the switch.

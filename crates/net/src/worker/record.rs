@@ -7,7 +7,7 @@ use ferrite_host::clock::Clock;
 use super::{Delivery, Frame, From, To, Worker};
 use crate::switch::PortId;
 use crate::trace::{End, Noticed, Outcome, Record, Stage, TraceRing};
-use crate::vif::{Answered, Queue};
+use crate::vif::Answered;
 
 /// The records, and the times of this turn.
 #[derive(Default)]
@@ -17,6 +17,8 @@ pub(super) struct Tracer {
     pub(super) noticed: Noticed,
     chosen_ns: u64,
     copied_ns: u64,
+    /// When the receivers of this turn were answered: the answers of all are published next.
+    pub(super) answered_ns: Option<u64>,
 }
 
 impl Tracer {
@@ -62,6 +64,7 @@ impl Worker {
             return;
         }
         let now_ns = self.clock.now_ns();
+        self.tracer.answered_ns = Some(now_ns);
         let together = deliveries.len().min(usize::from(u16::MAX)) as u16;
         for delivery in deliveries {
             let (to, pages) = match &delivery.to {
@@ -132,27 +135,27 @@ impl Worker {
         n
     }
 
-    /// The answers of a queue are published; its guest was notified then, or never.
-    pub(super) fn are_published(
-        tracer: &mut Tracer,
-        queue: &mut Queue,
-        answered_ns: u64,
-        notified_ns: u64,
-    ) {
-        for answered in queue.tx_answered.drain(..) {
-            tracer.set(answered.record, Stage::TxAnswered, answered_ns);
-            tracer.set(answered.record, Stage::TxNotified, notified_ns);
-            queue.tx_unseen.add(answered);
-        }
-        for answered in queue.rx_answered.drain(..) {
-            tracer.set(answered.record, Stage::RxNotified, notified_ns);
-            queue.rx_unseen.add(answered);
+    /// All answers are published. Guests that asked for it were notified, one after the other: they have the time of the
+    /// last one.
+    pub(super) fn are_published(&mut self, has_notified: bool) {
+        let answered_ns = self.tracer.answered_ns.unwrap_or_default();
+        let notified_ns = if has_notified { self.clock.now_ns() } else { 0 };
+        for queue in self.vifs.iter_mut().flatten().flat_map(|vif| &mut vif.queues) {
+            let notified_ns = if queue.was_notified { notified_ns } else { 0 };
+            for answered in queue.tx_answered.drain(..) {
+                self.tracer.set(answered.record, Stage::TxAnswered, answered_ns);
+                self.tracer.set(answered.record, Stage::TxNotified, notified_ns);
+                queue.tx_unseen.add(answered);
+            }
+            for answered in queue.rx_answered.drain(..) {
+                self.tracer.set(answered.record, Stage::RxNotified, notified_ns);
+                queue.rx_unseen.add(answered);
+            }
         }
     }
 
     /// Looks what guests say that they have consumed.
-    pub(super) fn look_at_consumed(&mut self) {
-        let mut now_ns = None;
+    pub(super) fn look_at_consumed(&mut self, now_ns: u64) {
         let queues = self.vifs.iter_mut().flatten().flat_map(|vif| &mut vif.queues);
         for queue in queues {
             let ends = [
@@ -161,8 +164,7 @@ impl Worker {
             ];
             for (unseen, consumed, stage) in ends {
                 while let Some(record) = unseen.next_consumed(consumed) {
-                    let at_ns = *now_ns.get_or_insert_with(|| self.clock.now_ns());
-                    self.tracer.set(record, stage, at_ns);
+                    self.tracer.set(record, stage, now_ns);
                 }
             }
         }

@@ -3,6 +3,7 @@
 
 mod hosts;
 mod packet;
+mod profile;
 mod records;
 
 use std::collections::BTreeMap;
@@ -18,13 +19,13 @@ use records::Records;
 use super::result::Target;
 use super::table::figure;
 use crate::experiments::findings::{Chart, Findings, Row};
+pub(super) use profile::run as profile;
 
 /// Packets that are traced, and their bytes: full ones, whose pages netback maps.
 const PACKETS: u32 = 20;
 const PACKET_BYTES: u32 = 1400;
 /// Bytes of the headers before them: Ethernet, IPv4, ICMP.
 const HEADER_BYTES: u32 = 14 + 20 + 8;
-const ROUNDS: u32 = 3;
 /// Duration of a stream, in time of the emulated machine.
 const STREAM_MS: u32 = 300;
 const PORT: u32 = 9000;
@@ -97,8 +98,8 @@ struct Measured {
     records: Option<Records>,
 }
 
-/// Boots the host, and measures.
-pub(super) fn run() -> Result<Findings> {
+/// Boots the host, and measures so often.
+pub(super) fn run(rounds: u32) -> Result<Findings> {
     packages::ensure(&[packages::XEN_HOST])?;
     let root = root::ensure(root::TRIXIE)?;
     let ferrite = release::build_ferrite()?;
@@ -119,9 +120,9 @@ pub(super) fn run() -> Result<Findings> {
         let (rates, costs) = (BTreeMap::new(), Vec::new());
         measured.insert(backend, Measured { times, plain, probed, rates, costs, records });
     }
-    for round in 1..=ROUNDS {
+    for round in 1..=rounds {
         for (load, backend) in Load::ALL.iter().flat_map(|l| Backend::BOTH.map(|b| (*l, b))) {
-            let what = format!("{}: {}, round {round} of {ROUNDS}", backend.name(), load.name());
+            let what = format!("{}: {}, round {round} of {rounds}", backend.name(), load.name());
             let (rate, busy) = step(&what, || stream(&mut host, backend, load))?;
             let cost_us = busy * SEGMENT_BYTES * 8.0 / rate;
             say(format!("  {} Mbit/s, dom0 {cost_us:.1} us for 64 KiB", figure(rate)));
@@ -190,41 +191,64 @@ fn probe(path: Path, party: Party) -> String {
 
 /// Megabits a second, and the part of its time that dom0 ran.
 fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
-    let (streams, receiver) = (load.streams(), load.receiver());
-    let both = format!(
-        "--ioengine=net --protocol=tcp --port={PORT} --bs=64k --thread --numjobs={streams} --group_reporting --minimal"
-    );
-    // It ends with its connections. Its end is a file: a guest's first process reaps nobody, so `pidof` finds processes
-    // that have ended.
-    let listen = format!(
-        "rm -f {ENDED}; (fio --name=to {both} --rw=read --size=1t --listen; touch {ENDED}) >/tmp/fio.out 2>&1 & \
-         until [ $(cat /proc/net/tcp | awk '$4==\"0A\"' | grep -c ':232[0-9A-F]') = {streams} ]; do sleep 0.1; done"
-    );
-    host.sh(receiver, &listen, 120)?;
-    let interface = format!("iproute2 link set eth{} gso_max_segs", backend as u32);
-    let cut = if load == Load::Segmented { format!("{interface} 1; ") } else { String::new() };
-    let send = format!(
-        "{cut}fio --name=from {both} --rw=write --size=1t --hostname={} --time_based --runtime={STREAM_MS}ms; \
-         {interface} 65535",
-        receiver.address(backend)
-    );
+    let receiver = load.receiver();
+    listen(host, load)?;
     host.begin_samples(if receiver == Who::Dom0 { 0 } else { 1 })?;
-    let output = host.sh(Who::Guest(0), &send, 300)?;
+    let output = host.sh(Who::Guest(0), &send(backend, load, STREAM_MS), 300)?;
     let busy = host.busy()?;
-    let end = format!(
-        "n=0; until [ -e {ENDED} ]; do [ $((n=n+1)) -lt 50 ] || {{ cat /tmp/fio.out; exit 1; }}; sleep 0.1; done"
-    );
-    host.sh(receiver, &end, 60)?;
+    has_ended(host, load)?;
     let rate = rate(&output).with_context(|| format!("odd output of fio: {output}"))?;
     Ok((rate, busy))
 }
 
+/// fio's options on both sides.
+fn both_sides(load: Load) -> String {
+    let streams = load.streams();
+    format!(
+        "--ioengine=net --protocol=tcp --port={PORT} --bs=64k --thread --numjobs={streams} --group_reporting --minimal"
+    )
+}
+
+/// Starts the receiver. It ends with its connections.
+fn listen(host: &mut Host, load: Load) -> Result<()> {
+    let (both, streams) = (both_sides(load), load.streams());
+    // Its end is a file: a guest's first process reaps nobody, so `pidof` finds processes that have ended.
+    let listen = format!(
+        "rm -f {ENDED}; (fio --name=to {both} --rw=read --size=1t --listen; touch {ENDED}) >/tmp/fio.out 2>&1 & \
+         until [ $(cat /proc/net/tcp | awk '$4==\"0A\"' | grep -c ':232[0-9A-F]') = {streams} ]; do sleep 0.1; done"
+    );
+    host.sh(load.receiver(), &listen, 120).map(drop)
+}
+
+/// The sender's command, for so many milliseconds.
+fn send(backend: Backend, load: Load, ms: u32) -> String {
+    let interface = format!("iproute2 link set eth{} gso_max_segs", backend as u32);
+    let cut = if load == Load::Segmented { format!("{interface} 1; ") } else { String::new() };
+    format!(
+        "{cut}fio --name=from {} --rw=write --size=1t --hostname={} --time_based --runtime={ms}ms; {interface} 65535",
+        both_sides(load),
+        load.receiver().address(backend)
+    )
+}
+
+/// Waits until the receiver has ended.
+fn has_ended(host: &mut Host, load: Load) -> Result<()> {
+    let end = format!(
+        "n=0; until [ -e {ENDED} ]; do [ $((n=n+1)) -lt 50 ] || {{ cat /tmp/fio.out; exit 1; }}; sleep 0.1; done"
+    );
+    host.sh(load.receiver(), &end, 60).map(drop)
+}
+
 /// The bandwidth of writes in fio's terse format, given in KiB/s.
 fn rate(output: &str) -> Option<f64> {
+    written(output, 47).map(|kib_s| kib_s * 1024.0 * 8.0 / 1e6)
+}
+
+/// A field of the sender in fio's terse format.
+fn written(output: &str, field: usize) -> Option<f64> {
     let fields = output.lines().map(|line| line.split(';').collect::<Vec<_>>());
     let fields = fields.into_iter().find(|fields| fields.get(2) == Some(&"from"))?;
-    let kib_s: f64 = fields.get(47)?.parse().ok()?;
-    Some(kib_s * 1024.0 * 8.0 / 1e6)
+    fields.get(field)?.parse().ok()
 }
 
 /// The index of the median of these values.

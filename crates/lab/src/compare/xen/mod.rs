@@ -5,7 +5,7 @@
 pub(super) mod device;
 mod figures;
 mod load;
-mod profile;
+pub(super) mod profile;
 pub(super) mod vdo;
 
 use super::machine;
@@ -19,7 +19,8 @@ use ferrite_xenhost::steps::{self, say, step};
 use ferrite_xenhost::{XenHost, root};
 use ferrite_xenhost::{packages, release};
 use load::Test;
-use profile::{MARK_NOW, Profiler};
+pub(super) use profile::MARK_NOW;
+use profile::{Apart, Profiler};
 use std::path::PathBuf;
 
 /// Options of the part `xen`.
@@ -42,7 +43,7 @@ pub(crate) struct XenArguments {
     tests: Vec<String>,
     /// Rounds in the one boot: how often each backend is attached and measured, in turn.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
-    xen_rounds: u32,
+    pub(super) xen_rounds: u32,
     /// Length of a test, in seconds of the emulated machine.
     #[arg(long, value_name = "S", default_value_t = 0.2)]
     xen_seconds: f64,
@@ -56,10 +57,10 @@ pub(crate) struct XenArguments {
     /// The folder of results that `ferrite lab report` reads: xen-pv.json or xen-pvh.json goes there.
     #[arg(long, value_name = "DIR", default_value = "lab-results")]
     results: PathBuf,
-    /// Profile the instructions of each request, instead of measuring speed; the result goes into
-    /// target/bench/xen-profile.md.
+    /// Profile the instructions of each request, or of 64 KiB of the part network, instead of measuring speed; the result
+    /// goes into target/bench/xen-profile.md or network-profile.md.
     #[arg(long)]
-    profile: bool,
+    pub(super) profile: bool,
 }
 
 /// The kinds of guests.
@@ -121,6 +122,8 @@ impl Peer {
     }
 }
 
+const APART: Apart =
+    Apart { dom0: &["brd_submit_bio [brd]"], guest: "blkif_queue_rq [xen_blkfront]" };
 /// Seconds of the two runs whose difference is profiled.
 const PROFILE_S: (f64, f64) = (0.1, 0.4);
 
@@ -151,7 +154,7 @@ pub(super) fn run(arguments: &XenArguments) -> Result<Vec<Measurement>> {
     packages::ensure(&[packages::XEN_HOST])?;
     let programs = [release::build_ferrite()?];
     let mut profiler = match arguments.profile {
-        true => Some(Profiler::new(&programs[0].file)?),
+        true => Some(Profiler::new(&programs[0].file, APART)?),
         false => None,
     };
     let plugin = profiler.as_ref().map(Profiler::arguments).unwrap_or_default();

@@ -22,7 +22,7 @@ const WRITE_LIMIT: Duration = Duration::from_secs(60);
 /// The guest's mark is a call of this kernel function: no program sets a host name by chance.
 const MARK: &str = "__x64_sys_sethostname";
 /// A shell command that sets the mark in the guest.
-pub(super) const MARK_NOW: &str = "hostname mark";
+pub(in crate::compare) const MARK_NOW: &str = "hostname mark";
 /// Functions whose calls are counted, besides all system calls of Linux.
 const CALLS: &[&str] = &[
     "svm_vmexit_handler",
@@ -48,11 +48,11 @@ const LEAST_CALLS: f64 = 0.01;
 /// A block of code: its address, and the address of its page in the emulator's memory.
 type Place = (u64, u64);
 /// The counts of each block.
-pub(super) type Counts = HashMap<Place, Count>;
+pub(in crate::compare) type Counts = HashMap<Place, Count>;
 
 /// The executions of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Count {
+pub(in crate::compare) struct Count {
     instructions: i64,
     /// How often it was entered at its beginning.
     entries: i64,
@@ -117,11 +117,20 @@ fn mappings(maps: &str) -> Vec<Mapping> {
     maps.lines().filter_map(parse).collect()
 }
 
+/// What dom0 and guests are told apart by.
+pub(in crate::compare) struct Apart {
+    /// Functions that only dom0 runs. One of them is enough.
+    pub(in crate::compare) dom0: &'static [&'static str],
+    /// A function that each guest runs, and dom0 does not.
+    pub(in crate::compare) guest: &'static str,
+}
+
 /// Counts the instructions of one host.
-pub(super) struct Profiler {
+pub(in crate::compare) struct Profiler {
     plugin: PathBuf,
     request: PathBuf,
     dir: PathBuf,
+    apart: Apart,
     ferrite: Symbols,
     dom0: Symbols,
     guest: Symbols,
@@ -132,7 +141,7 @@ pub(super) struct Profiler {
 
 impl Profiler {
     /// Builds the emulator's plugin; `ferrite` is the serving program.
-    pub(super) fn new(ferrite: &Path) -> Result<Profiler> {
+    pub(in crate::compare) fn new(ferrite: &Path, apart: Apart) -> Result<Profiler> {
         let dir = steps::target_dir().join("bench").join("profile");
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         let dir = dir.canonicalize()?;
@@ -149,6 +158,7 @@ impl Profiler {
             plugin,
             request,
             dir,
+            apart,
             ferrite,
             dom0: Symbols::default(),
             guest: Symbols::default(),
@@ -158,13 +168,17 @@ impl Profiler {
     }
 
     /// The emulator's arguments that load the plugin.
-    pub(super) fn arguments(&self) -> Vec<String> {
+    pub(in crate::compare) fn arguments(&self) -> Vec<String> {
         let plugin = format!("{},request={}", self.plugin.display(), self.request.display());
         vec!["-plugin".into(), plugin]
     }
 
     /// Reads the functions of the kernels and of Xen. From then on the guest's marks count.
-    pub(super) fn read_symbols(&mut self, xenhost: &mut XenHost, guest: &mut Guest) -> Result<()> {
+    pub(in crate::compare) fn read_symbols(
+        &mut self,
+        xenhost: &mut XenHost,
+        guest: &mut Guest,
+    ) -> Result<()> {
         self.dom0 = Symbols::parse(&xenhost.sh("cat /proc/kallsyms")?, "tTwW");
         // Both kernels are the same; their modules have different addresses.
         let modules = guest.sh(xenhost, "grep '\\[' /proc/kallsyms", 60)?;
@@ -178,7 +192,7 @@ impl Profiler {
     }
 
     /// All counters at the guest's next mark.
-    pub(super) fn counters(&mut self) -> Result<Counts> {
+    pub(in crate::compare) fn counters(&mut self) -> Result<Counts> {
         let file = self.dir.join(format!("counters.{}", self.marks));
         self.marks += 1;
         wait("the emulator does not write its counters", || file.exists())?;
@@ -198,7 +212,13 @@ impl Profiler {
     }
 
     /// The report on `counts`, which `ios` requests took. `maps` are the mappings of the backend's process.
-    pub(super) fn report(&self, title: &str, counts: &Counts, ios: f64, maps: &str) -> String {
+    pub(in crate::compare) fn report(
+        &self,
+        title: &str,
+        counts: &Counts,
+        ios: f64,
+        maps: &str,
+    ) -> String {
         let Some(in_dom0) = self.divide(counts) else {
             return format!("### {title}\n\nNothing that could be told apart.\n");
         };
@@ -242,18 +262,20 @@ impl Profiler {
         text
     }
 
-    /// Separates dom0's memory from the guest's. Both are far apart in the emulator's memory. They are divided at the
-    /// widest gap between a function that only one of them runs and one that only the other runs.
+    /// Separates dom0's memory from the guests'. Both are far apart in the emulator's memory. They are divided at the
+    /// widest gap between a function that only dom0 runs and one that only a guest runs: the guest that is nearest.
     fn divide(&self, counts: &Counts) -> Option<impl Fn(u64) -> bool + use<>> {
-        let place_of = |symbols: &Symbols, name: &str| {
+        let places = |symbols: &Symbols, name: &str| {
             let start = symbols.address(name)?;
-            let found = counts.iter().find(|((address, _), count)| {
+            let found = counts.iter().filter(move |((address, _), count)| {
                 count.instructions > 0 && (start..start + 0x200).contains(address)
             });
-            found.map(|((_, place), _)| *place)
+            Some(found.map(|((_, place), _)| *place).collect::<Vec<_>>())
         };
-        let dom0 = place_of(&self.dom0, "brd_submit_bio [brd]")?;
-        let guest = place_of(&self.guest, "blkif_queue_rq [xen_blkfront]")?;
+        let dom0 = self.apart.dom0.iter().filter_map(|name| places(&self.dom0, name));
+        let dom0 = dom0.flatten().next()?;
+        let guests = places(&self.guest, self.apart.guest)?;
+        let guest = guests.into_iter().min_by_key(|place| place.abs_diff(dom0))?;
         let between = dom0.min(guest)..=dom0.max(guest);
         let mut places: Vec<u64> = counts
             .iter()
@@ -317,7 +339,7 @@ fn wait(what: &str, done: impl Fn() -> bool) -> Result<()> {
 }
 
 /// The increase of the counts from `before` to `after`.
-pub(super) fn difference(after: &Counts, before: &Counts) -> Counts {
+pub(in crate::compare) fn difference(after: &Counts, before: &Counts) -> Counts {
     let mut counts = after.clone();
     for (place, count) in before {
         let left = counts.entry(*place).or_default();
