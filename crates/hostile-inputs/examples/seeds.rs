@@ -357,6 +357,7 @@ fn dedup() -> io::Result<()> {
             numbers_end: 9,
             roots: Roots { p2m: pointer, ..Roots::default() },
             packing: None,
+            has_times: true,
         };
         superblock.encode(home)[..256].to_vec()
     };

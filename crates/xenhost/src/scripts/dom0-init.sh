@@ -17,7 +17,7 @@ mount -t xenfs xenfs /proc/xen
 dmesg -n 4
 # Servers and other daemons in dom0 are reached at 127.0.0.1, as on a real host.
 ip link set lo up
-mkdir -p /run/xen /run/xenstored /run/agent /var/lib/xen /var/log/xen/console
+mkdir -p /run/lock /run/xen /run/xenstored /run/agent /var/lib/xen /var/log/xen/console
 xenstored --pid-file /run/xenstored.pid
 for _ in $(seq 100); do [ -S /run/xenstored/socket ] && break; sleep 0.1; done
 # Nothing may write to /local/domain/0 before this, or it takes dom0 for set up already.

@@ -58,7 +58,7 @@ pub(crate) struct XenArguments {
     #[arg(long, value_name = "DIR", default_value = "lab-results")]
     results: PathBuf,
     /// Profile the instructions of each request, or of 64 KiB of the part network, instead of measuring speed; the result
-    /// goes into target/bench/xen-profile.md or network-profile.md.
+    /// goes into target/bench/xen-profile.md, or into the network's profile beside it.
     #[arg(long)]
     pub(super) profile: bool,
 }
