@@ -27,7 +27,7 @@ fn a_guest_loses_nothing_when_a_server_or_any_process_of_its_disk_is_killed() {
     // The disk grows, and the process that has it ends before it has seen that.
     let key = format!("{}/sectors", disk.backend);
     let sectors = || far.host.store().read_string(&key).unwrap().unwrap().parse::<u64>().unwrap();
-    let bytes = deep::BYTES as u64;
+    let bytes = deep::BYTES;
     for more in [8 << 20, 16 << 20] {
         pool.ok(&["pool", "resize", "lab/web1", &(bytes + more).to_string()]);
         if more == 8 << 20 {

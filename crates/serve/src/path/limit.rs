@@ -7,8 +7,7 @@
 //! than the burst.
 //!
 //! All queues of a disk and all its NBD clients share the buckets, without a lock. Each takes
-//! [tokens for some requests ahead](allowance). Requests without
-//! tokens stay on their ring or in their socket, and nothing of them is under way: a disk is
+//! tokens for some requests ahead. Requests without tokens stay on their ring or in their socket, and nothing of them is under way: a disk is
 //! detached, stopped and parked as fast as without a limit. A ring is served in its order, so a
 //! write waits behind a read that has no tokens.
 
