@@ -16,7 +16,7 @@ use crate::xentests::remotes::{TLS, put_certificates};
 pub(super) const TABLES: &str =
     "[migration]\ncertificates = \"/lab/tls/host\"\nhosts = { b = \"127.0.0.1:10810\" }\n";
 /// The configuration of the second daemon.
-const SECOND: &str = "image_folders = [\"/lab/second\"]\n[migration]\nlisten = \"127.0.0.1:10810\"\n\
+const SECOND: &str = "state_folder = \"/lab/second-state\"\nimage_folders = [\"/lab/second\"]\n[migration]\nlisten = \"127.0.0.1:10810\"\n\
      certificates = \"/lab/tls/host\"\nfolder = \"/lab/second\"\nfrom = [\"a.example\"]\n";
 const RUN: &str = "/run/ferrite-second";
 const IMAGE: &str = "/lab/moved.qcow2";
@@ -32,7 +32,7 @@ pub(super) fn prepare(bench: &mut Bench<'_>) -> Result<()> {
 /// Starts the second daemon, and returns its process id.
 fn start_second(bench: &mut Bench<'_>) -> Result<u32> {
     let pid = bench.xenhost.sh(&format!(
-        "mkdir -p /lab/second && cat >/lab/second.toml <<'EOF'\n{SECOND}EOF\n\
+        "mkdir -p /lab/second /lab/second-state && cat >/lab/second.toml <<'EOF'\n{SECOND}EOF\n\
          XENSTORED_PATH=/nonexistent setsid ferrite daemon --config /lab/second.toml --run-dir {RUN} \
          </dev/null >/tmp/second.log 2>&1 & echo $!"
     ))?;
