@@ -119,7 +119,10 @@ impl Machine {
     /// Connects again, when the worker has ended.
     fn again(&mut self, socket: &Path) {
         assert!(self.front.is_closed());
-        self.front = FrontEnd::connect(socket);
+        wait_until("the next worker", || {
+            self.front = FrontEnd::connect(socket);
+            self.front.is_served()
+        });
         self.front.agree(0);
         self.start();
     }

@@ -197,6 +197,13 @@ impl FrontEnd {
             && self.answer(request).is_some_and(|answer| answer.number() == 0)
     }
 
+    /// Whether a server answers. A connection that was accepted for a server that has ended is closed; a front end connects
+    /// again then.
+    pub fn is_served(&self) -> bool {
+        let request = message::GET_FEATURES;
+        self.try_send(&FrontEnd::encode(request, &[]), &[]) && self.answer(request).is_some()
+    }
+
     /// Asks a question.
     pub fn ask(&self, request: u32, body: &[u8]) -> Answer {
         self.tell(request, body, &[]);
