@@ -51,6 +51,12 @@ pub enum Disk {
     Null(Null),
 }
 
+/// Whether a range of bytes lies inside so many sectors.
+#[inline]
+fn is_inside(sectors: u64, offset: u64, len: u64) -> bool {
+    offset.checked_add(len).is_some_and(|end| end <= sectors * SECTOR_BYTES)
+}
+
 impl Disk {
     /// Opens and locks `image`: `null:`, `null:SIZE`, or an [`ImageName`]. No image is ever
     /// created, truncated or written by opening.
@@ -147,7 +153,7 @@ impl Disk {
     /// Whether the range lies inside the disk. Every range of a guest is checked by this before [`map`](Disk::map).
     #[inline]
     pub fn contains(&self, offset: u64, len: u64) -> bool {
-        offset.checked_add(len).is_some_and(|end| end <= self.sectors() * SECTOR_BYTES)
+        is_inside(self.sectors(), offset, len)
     }
 
     /// Whether writes are refused by the medium.
@@ -227,9 +233,7 @@ impl Disk {
     pub fn map(&self, offset: u64, len: u64) -> Extent {
         // One look at the kind for both the size and the place.
         let check = |sectors: u64| {
-            let end =
-                offset.checked_add(len).filter(|end| len > 0 && *end <= sectors * SECTOR_BYTES);
-            assert!(end.is_some(), "unchecked range {offset}+{len}");
+            assert!(len > 0 && is_inside(sectors, offset, len), "unchecked range {offset}+{len}");
         };
         match self {
             Disk::Raw(d) => {

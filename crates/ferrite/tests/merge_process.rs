@@ -12,7 +12,7 @@ fn copying(place: &Place) -> Child {
     copying_at(place, "1000")
 }
 
-/// The same at so many bytes a second.
+/// A chain leaf, mid, base, and a copy of mid's data into base at so many bytes a second.
 fn copying_at(place: &Place, speed: &str) -> Child {
     place.ok(&["create", "base.vhd", "16M"]);
     place.ok(&["clone", "base.vhd", "mid.vhd"]);

@@ -199,7 +199,7 @@ fn what_a_disk_has_grown_by_is_used_by_the_process_that_has_it() {
     )
     .unwrap();
     owner.wait().unwrap();
-    // All of it is given back.
+    // The owner has given the disk back.
     assert!(!pool.ok(&["pool", "status", "lab/web1", "--json"]).contains("\"owned\": true"));
 }
 

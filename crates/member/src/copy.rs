@@ -153,7 +153,7 @@ impl Copy {
         self.go(&mut inner, folder)
     }
 
-    /// Removes the copy for good, whoever has its session.
+    /// Removes the copy for good, also under the session of an owner.
     pub(crate) fn discard(self: &Arc<Copy>, folder: &Folder) -> Result<(), Fault> {
         let mut inner = self.lock();
         self.go(&mut inner, folder)?;

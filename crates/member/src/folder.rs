@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use ferrite_pool::wire::{BLOCK_BYTES, Extent, is_name, region_bytes};
-use ferrite_pool::{Region, Stored};
 use rustix::io::Errno;
 
 use crate::Fault;
@@ -142,16 +141,9 @@ impl Folder {
             region_bytes: region_bytes(size),
             file: identity(&data).map_err(fault)?,
         };
-        // What is not whole has to get all regions: its own bits say so to any owner, whoever has begun to fill it.
-        let regions = if is_whole { 0 } else { fixed.regions() };
-        let dirty = (0..regions).map(Region).collect();
-        let stored = Stored { incomplete: !is_whole, dirty, ..Stored::default() };
-        let mut slot = Slot { number: 1, fixed, stored };
-        let first = slot.to_bytes();
-        slot.number = 2;
         let temporary = self.path.join(format!("{}.new", extent.name));
         let _ = std::fs::remove_file(&temporary);
-        write_new(&temporary, &[first, slot.to_bytes()].concat()).map_err(fault)?;
+        write_new(&temporary, &fixed.first_slots(is_whole)).map_err(fault)?;
         std::fs::rename(&temporary, self.state(&extent.name)).map_err(fault)?;
         sync(&self.path).map_err(fault)
     }

@@ -8,7 +8,7 @@
 //! * R1: `Open` looks at the stored generation, seizes the LUN, and looks again. Nothing that older owners have sent is executed
 //!   afterwards: their registrations are preempted, and their commands aborted. An owner of another host has no server that would end
 //!   its session: it may answer reads as long as it relies on its last confirmation, and so long `Open` waits.
-//! * R5: a session is confirmed by the LUN, which is asked who has it reserved.
+//! * R5: a session is confirmed by the LUN: the owner asks it for the key that holds its reservation.
 //! * R10: each write is on the LUN's medium when it is answered, so no memory is lost with a host or a target.
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use ferrite_host::fence::{self, Direct, Refusal, Terms};
 use ferrite_pool::wire::{BLOCK_BYTES, Extent, RANGE_UNIT, range_bytes, region_bytes};
-use ferrite_pool::{DRIFT, Generation, Region, Stored, TRUST};
+use ferrite_pool::{DRIFT, Generation, TRUST};
 use rustix::io::Errno;
 
 use crate::Fault;
@@ -198,13 +198,7 @@ impl LunStore {
             region_bytes: region_bytes(size),
             file: FileIdentity { inode: start, made_ns: 0 },
         };
-        let regions = if is_whole { 0 } else { fixed.regions() };
-        let dirty = (0..regions).map(Region).collect();
-        let stored = Stored { incomplete: !is_whole, dirty, ..Stored::default() };
-        let mut slot = Slot { number: 1, fixed, stored };
-        let first = slot.to_bytes();
-        slot.number = 2;
-        self.held.write(&[first, slot.to_bytes()].concat(), start).map_err(fault)
+        self.held.write(&fixed.first_slots(is_whole), start).map_err(fault)
     }
 
     /// Opens a copy for an owner of this generation, and shuts all earlier ones out.
@@ -273,7 +267,7 @@ impl LunStore {
         })
     }
 
-    /// Has the LUN reserved for this host, whoever has it.
+    /// Reserves the LUN for this host, and takes the reservation from any other.
     fn seize(&self, what: &str) -> Result<(), Fault> {
         let held = &self.held;
         if held.key.load(Ordering::Acquire) != 0 && !held.has_failed() {

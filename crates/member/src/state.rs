@@ -43,6 +43,18 @@ impl Fixed {
     pub(crate) fn regions(&self) -> u64 {
         self.size.div_ceil(self.region_bytes)
     }
+
+    /// Both slots of a new copy. One that is not whole lacks all regions: its own bits tell each owner so, also after the one
+    /// that began to fill it.
+    pub(crate) fn first_slots(self, is_whole: bool) -> Vec<u8> {
+        let regions = if is_whole { 0 } else { self.regions() };
+        let dirty = (0..regions).map(Region).collect();
+        let stored = Stored { incomplete: !is_whole, dirty, ..Stored::default() };
+        let mut slot = Slot { number: 1, fixed: self, stored };
+        let first = slot.to_bytes();
+        slot.number = 2;
+        [first, slot.to_bytes()].concat()
+    }
 }
 
 /// A state with its number. A later one has a higher number.

@@ -12,7 +12,7 @@ const MAX_KEYS: usize = 1000;
 /// and says whether it is gone. Returns how many are.
 ///
 /// # Errors
-/// Those of etcd: then it is looked at again, and what is gone is gone already.
+/// etcd's. The caller tries again later; files that were removed already stay removed.
 pub fn clean(
     cluster: &Cluster,
     pool: Id,

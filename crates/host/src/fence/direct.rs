@@ -91,7 +91,7 @@ impl Direct {
         (&self.file).seek(SeekFrom::End(0))
     }
 
-    /// Whether it is reserved for this host by this key: nobody has taken it until the question was answered.
+    /// Whether the LUN is reserved by this key: no other host had taken it when the LUN answered.
     ///
     /// # Errors
     /// The LUN does not answer.

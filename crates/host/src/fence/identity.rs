@@ -50,7 +50,7 @@ pub(super) fn wwid(file: BorrowedFd<'_>) -> Result<String, String> {
     wwid_of(Path::new("/sys/dev/block").join(number).as_path()).ok_or_else(none)
 }
 
-/// The same for a folder of sysfs. `None`: it is no LUN.
+/// The name that a device with this folder in sysfs has on every host. `None`: it is no LUN.
 fn wwid_of(sysfs: &Path) -> Option<String> {
     let first =
         names::read_dir(sysfs.join("slaves")).ok().and_then(|mut all| all.find_map(Result::ok));

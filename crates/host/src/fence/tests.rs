@@ -167,7 +167,7 @@ impl World {
     }
 
     fn seize(&self, host: usize) -> Result<rules::Seized, Refusal> {
-        // Who seizes it has it open alone on its host, so what was there before has ended.
+        // A process that seizes the LUN is the only one of its host that has it open: the one before has ended.
         self.hosts[host].writes.set(false);
         let seized = rules::seize(&At(self, host), &self.hosts[host], false);
         self.note(format!("{host} seizes: {seized:?}"));
@@ -208,7 +208,7 @@ impl World {
                 self.new_port(me);
             }
             (6, _) => self.lun.borrow_mut().restart(),
-            // It may have the LUN whoever has it.
+            // It may take the LUN from any host.
             (7, false) => drop(self.seize(host)),
             _ => {}
         }
@@ -279,7 +279,7 @@ fn who_may_have_a_lun_whoever_has_it_shuts_all_others_out_each_time() {
         assert!(!world.lun.borrow().executes_write(world.hosts[1 - host].port.get()));
         last = Some(host);
     }
-    // It was another host's, and nobody has it now.
+    // It was another host's, and no host has it reserved now.
     world.release(1).unwrap();
     assert!(!world.seize(0).unwrap().was_ours);
 }

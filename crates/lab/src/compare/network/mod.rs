@@ -212,7 +212,7 @@ fn both_sides(load: Load) -> String {
 /// Starts the receiver. It ends with its connections.
 fn listen(host: &mut Host, load: Load) -> Result<()> {
     let (both, streams) = (both_sides(load), load.streams());
-    // Its end is a file: a guest's first process reaps nobody, so `pidof` finds processes that have ended.
+    // Its end is a file: a guest's first process does not reap children, so `pidof` finds processes that have ended.
     let listen = format!(
         "rm -f {ENDED}; (fio --name=to {both} --rw=read --size=1t --listen; touch {ENDED}) >/tmp/fio.out 2>&1 & \
          until [ $(cat /proc/net/tcp | awk '$4==\"0A\"' | grep -c ':232[0-9A-F]') = {streams} ]; do sleep 0.1; done"

@@ -25,7 +25,7 @@ impl Tokens {
         self.requests > 0 && self.bytes > 0
     }
 
-    /// Those of them that this limit counts.
+    /// The tokens that this limit counts: requests, or bytes.
     fn of(&mut self, kind: usize) -> &mut i64 {
         if kind < BYTES_FROM { &mut self.requests } else { &mut self.bytes }
     }
