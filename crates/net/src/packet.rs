@@ -211,11 +211,11 @@ impl Taken {
         }
         let whole = usize::from(first.size);
         let (mut request, mut rest) = (first, 0);
-        let mut others = [(0, first); SLOTS_MAX];
         loop {
             let at = taken.ids_len;
             taken.ids[at] = request.id;
-            others[at] = (at, request);
+            let TxRequest { gref, offset, size, .. } = request;
+            taken.parts[at] = Part { gref: gref.0, offset, len: size };
             taken.ids_len += 1;
             if at > 0 {
                 rest += usize::from(request.size);
@@ -228,7 +228,7 @@ impl Taken {
             }
             request = next(there, || ring.request())?;
         }
-        taken.check(whole, rest, &others);
+        taken.check(whole, rest);
         Ok(taken)
     }
 
@@ -254,8 +254,8 @@ impl Taken {
         }
     }
 
-    /// Checks the sizes, and makes parts of the requests.
-    fn check(&mut self, whole: usize, rest: usize, requests: &[(usize, TxRequest); SLOTS_MAX]) {
+    /// Checks the sizes. There is a part for each request; those without bytes are left out.
+    fn check(&mut self, whole: usize, rest: usize) {
         if whole < FRAME_BYTES_MIN {
             self.refuse(Fault::Short(whole as u16));
         }
@@ -266,15 +266,15 @@ impl Taken {
         if rest >= whole {
             return self.refuse(Fault::Sizes);
         }
-        for (at, request) in &requests[..self.ids_len] {
-            let len = if *at == 0 { whole - rest } else { usize::from(request.size) };
-            let (offset, gref) = (request.offset, request.gref.0);
-            if usize::from(offset) + len > PAGE_SIZE {
-                return self.refuse(Fault::LeavesPage { offset, len: len as u16 });
+        self.parts[0].len = (whole - rest) as u16;
+        for at in 0..self.ids_len {
+            let part @ Part { offset, len, .. } = self.parts[at];
+            if usize::from(offset) + usize::from(len) > PAGE_SIZE {
+                return self.refuse(Fault::LeavesPage { offset, len });
             }
             // A part without bytes is nothing (XSA-448).
             if len > 0 {
-                self.parts[self.parts_len] = Part { gref, offset, len: len as u16 };
+                self.parts[self.parts_len] = part;
                 self.parts_len += 1;
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! A port has one fixed address, and nothing is learned. A frame whose source is not its port's address is refused.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// An Ethernet address.
@@ -22,6 +22,12 @@ impl Mac {
             *byte = u8::from_str_radix(part, 16).ok()?;
         }
         parts.next().is_none().then_some(Mac(bytes))
+    }
+
+    /// Numbers are compared in one step.
+    fn number(self) -> u64 {
+        let [a, b, c, d, e, f] = self.0;
+        u64::from_be_bytes([0, 0, a, b, c, d, e, f])
     }
 
     /// Broadcast or multicast.
@@ -89,7 +95,8 @@ pub enum SwitchError {
 pub struct Switch {
     uplink: bool,
     ports: Vec<Option<Mac>>,
-    by_mac: HashMap<Mac, PortId>,
+    /// By the addresses as [numbers](Mac::number).
+    by_mac: BTreeMap<u64, PortId>,
 }
 
 impl Switch {
@@ -106,7 +113,7 @@ impl Switch {
         if mac.is_group() || mac == Mac([0; 6]) {
             return Err(SwitchError::Group(mac));
         }
-        if self.by_mac.contains_key(&mac) {
+        if self.by_mac.contains_key(&mac.number()) {
             return Err(SwitchError::Taken(mac));
         }
         let free = self.ports.iter().position(Option::is_none).unwrap_or(self.ports.len());
@@ -115,14 +122,14 @@ impl Switch {
             self.ports.push(None);
         }
         self.ports[free] = Some(mac);
-        self.by_mac.insert(mac, port);
+        self.by_mac.insert(mac.number(), port);
         Ok(port)
     }
 
     /// Removes a port, if it is there.
     pub fn remove(&mut self, port: PortId) {
         if let Some(mac) = self.ports.get_mut(usize::from(port.0)).and_then(Option::take) {
-            self.by_mac.remove(&mac);
+            self.by_mac.remove(&mac.number());
         }
     }
 
@@ -138,7 +145,7 @@ impl Switch {
         if rest.len() < 2 {
             return Err(Refused::Short);
         }
-        let own = self.by_mac.get(&source).copied();
+        let own = self.by_mac.get(&source.number()).copied();
         let is_own = match from {
             Source::Port(port) => own == Some(port),
             Source::Uplink => own.is_none(),
@@ -154,7 +161,7 @@ impl Switch {
             to.extend(outside.then_some(Target::Uplink));
             return Ok(());
         }
-        match self.by_mac.get(&dest) {
+        match self.by_mac.get(&dest.number()) {
             Some(port) if from == Source::Port(*port) => {}
             Some(port) => to.push(Target::Port(*port)),
             None => to.extend(outside.then_some(Target::Uplink)),

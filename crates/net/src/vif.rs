@@ -65,6 +65,13 @@ pub(crate) struct Pending {
     pub(crate) record: Option<u64>,
 }
 
+/// A packet that is not answered, and its guest, if the connection is still there.
+pub(crate) fn sent(vifs: &[Option<Vif>], from: Ref) -> Option<(DomId, &Taken)> {
+    let vif = vifs.get(usize::from(from.port.0))?.as_ref()?;
+    let queue = vif.queues.get(from.queue).filter(|_| vif.epoch == from.epoch)?;
+    queue.get(from.seq).map(|pending| (vif.domid, &pending.taken))
+}
+
 /// A packet that waits for pages of its receiver.
 pub(crate) struct Held {
     pub(crate) from: Ref,
@@ -164,22 +171,24 @@ impl Queue {
         !(self.tx_answered.is_empty() && self.rx_answered.is_empty())
     }
 
-    pub(crate) fn get(&mut self, seq: u64) -> Option<&mut Pending> {
+    fn get(&self, seq: u64) -> Option<&Pending> {
+        self.pending.get(usize::try_from(seq.checked_sub(self.first)?).ok()?)
+    }
+
+    pub(crate) fn get_mut(&mut self, seq: u64) -> Option<&mut Pending> {
         self.pending.get_mut(usize::try_from(seq.checked_sub(self.first)?).ok()?)
     }
 
     /// Answers all packets up to the first one that is held.
     pub(crate) fn answer(&mut self) {
-        while self.pending.front().is_some_and(|pending| !pending.is_held) {
-            let Some(Pending { taken, status, record, .. }) = self.pending.pop_front() else {
-                return;
-            };
-            self.first += 1;
-            for response in taken.answers(status) {
+        while let Some(pending) = self.pending.front().filter(|pending| !pending.is_held) {
+            for response in pending.taken.answers(pending.status) {
                 self.rings.answer_tx(response);
             }
             let answers = self.rings.tx_answers();
-            self.tx_answered.extend(record.map(|record| Answered { record, answers }));
+            self.tx_answered.extend(pending.record.map(|record| Answered { record, answers }));
+            self.pending.pop_front();
+            self.first += 1;
         }
     }
 

@@ -1,7 +1,7 @@
 //! The switch judges frames; each delivery takes pages of its receiver, and adds its pieces.
 
-use ferrite_xen::hypervisor::{GrantRef, PAGE_SIZE};
-use ferrite_xen::netif::{PACKET_SLOTS, RSP_DROPPED};
+use ferrite_xen::hypervisor::PAGE_SIZE;
+use ferrite_xen::netif::{FRAME_BYTES_MIN, PACKET_SLOTS, RSP_DROPPED};
 use ferrite_xen::pages::{Granted, Piece, Side};
 
 use super::{Delivery, Frame, From, Room, To, Worker};
@@ -9,6 +9,7 @@ use crate::counters::count;
 use crate::packet::Stop;
 use crate::switch::{PortId, Refused, Target};
 use crate::trace::Outcome as Ended;
+use crate::vif::{Vif, sent};
 
 /// A frame of so many pages keeps the parts of its sender. A shorter one has few pieces anyway, and is one page at its
 /// receiver more often.
@@ -43,6 +44,33 @@ pub(super) enum Outcome {
     NoPages,
 }
 
+/// Calls `each` with pieces of the frame, in order, none of which crosses the end of a part of `lens` bytes: where it
+/// goes, where it is, bytes. The header is the private copy.
+fn for_sources(
+    vifs: &[Option<Vif>],
+    frame: &Frame,
+    lens: &[u16],
+    mut each: impl FnMut(Place, Side, u16),
+) {
+    let mut place = Place::default();
+    let mut at = 0;
+    while at < frame.header.len() {
+        let (to, len) = place.take(lens, frame.header.len() - at);
+        each(to, Side::Local(frame.header.slice(at, len)), len as u16);
+        at += len;
+    }
+    let From::Guest(from) = frame.from else { return };
+    let Some((domid, taken)) = sent(vifs, from) else { return };
+    for (gref, mut offset, rest) in taken.pieces(at, frame.size) {
+        let mut rest = usize::from(rest);
+        while rest > 0 {
+            let (to, len) = place.take(lens, rest);
+            each(to, Side::Granted(Granted { domid, gref, offset }), len as u16);
+            (offset, rest) = (offset + len as u16, rest - len);
+        }
+    }
+}
+
 impl Worker {
     /// Judges all frames of the turn.
     pub(super) fn deliver_all(&mut self) {
@@ -55,11 +83,10 @@ impl Worker {
 
     fn deliver(&mut self, frame: &Frame) {
         // The private copy, which is also what the receiver gets.
-        let mut header = [0; super::HEADER_BYTES];
-        let seen = frame.header.len().min(header.len());
-        self.arena.copy_out(frame.header.slice(0, seen), &mut header[..seen]);
+        let mut header = [0; FRAME_BYTES_MIN];
+        self.arena.copy_out(frame.header.slice(0, FRAME_BYTES_MIN), &mut header);
         let mut targets = std::mem::take(&mut self.targets);
-        match self.switch.route(Self::source(frame.from), &header[..seen], &mut targets) {
+        match self.switch.route(Self::source(frame.from), &header, &mut targets) {
             Ok(()) => self.send_to(frame, &targets),
             Err(refused) => {
                 self.is_dropped(frame, None, Ended::Refused);
@@ -129,9 +156,9 @@ impl Worker {
         lens.clear();
         let pages = frame.size.div_ceil(PAGE_SIZE);
         if let (From::Guest(from), true) = (frame.from, pages >= PARTS_KEPT_FROM)
-            && let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq))
+            && let Some((_, taken)) = sent(&self.vifs, from)
         {
-            let parts = pending.taken.parts();
+            let parts = taken.parts();
             if parts.len() <= PACKET_SLOTS.min(pages + 1) {
                 lens.extend(parts.iter().map(|part| part.len));
                 return;
@@ -148,7 +175,8 @@ impl Worker {
     fn send_in(&mut self, frame: &Frame, port: PortId, queue: usize, lens: &[u16]) -> Outcome {
         let extra = frame.offload.gso.is_some();
         let slots = lens.len() + usize::from(extra);
-        let Some(vif) = self.vif(port) else { return Outcome::Done };
+        let vif = self.vifs.get_mut(usize::from(port.0)).and_then(Option::as_mut);
+        let Some(vif) = vif else { return Outcome::Done };
         if !vif.features.takes(frame.offload, lens.len()) {
             count(&vif.counters.unsupported);
             self.is_dropped(frame, Some((port, queue)), Ended::Dropped);
@@ -170,7 +198,6 @@ impl Worker {
         let domid = vif.domid;
         let first = self.turn.rx.len();
         for slot in 0..slots {
-            let Some(q) = self.vif(port).and_then(|vif| vif.queues.get_mut(queue)) else { break };
             let request = q.rings.take_rx();
             // The second slot of a packet with an extra info is that.
             let len = match (slot, extra) {
@@ -180,52 +207,19 @@ impl Worker {
             };
             self.turn.rx.push(Room { request, len });
         }
-        let rx = first..self.turn.rx.len();
-        let begin = self.turn.pieces.len();
-        self.for_sources(frame, lens, |worker, place, source, len| {
+        let super::Turn { rx, pieces, .. } = &mut self.turn;
+        let begin = pieces.len();
+        for_sources(&self.vifs, frame, lens, |place, source, len| {
             let slot = if place.part == 0 { 0 } else { place.part + usize::from(extra) };
-            let gref = worker.turn.rx[first + slot].request.gref;
+            let gref = rx[first + slot].request.gref;
             let dest = Side::Granted(Granted { domid, gref, offset: place.offset as u16 });
-            worker.turn.pieces.push(Piece::new(source, dest, len));
+            pieces.push(Piece::new(source, dest, len));
         });
-        let pieces = begin..self.turn.pieces.len();
+        let (rx, pieces) = (first..rx.len(), begin..pieces.len());
         let to = To::Port { port, queue, rx };
         self.turn.deliveries.push(Delivery::new(frame, to, pieces));
         self.turn.has_worked = true;
         Outcome::Done
-    }
-
-    /// Calls `each` with pieces of the frame, in order, none of which crosses the end of a part of `lens` bytes: where it
-    /// goes, where it is, bytes. The header is the private copy.
-    fn for_sources(
-        &mut self,
-        frame: &Frame,
-        lens: &[u16],
-        mut each: impl FnMut(&mut Worker, Place, Side, u16),
-    ) {
-        let mut place = Place::default();
-        let mut at = 0;
-        while at < frame.header.len() {
-            let (to, len) = place.take(lens, frame.header.len() - at);
-            each(self, to, Side::Local(frame.header.slice(at, len)), len as u16);
-            at += len;
-        }
-        let From::Guest(from) = frame.from else { return };
-        let Some(domid) = self.vif(from.port).map(|vif| vif.domid) else { return };
-        let Some(taken) =
-            self.queue_of(from).and_then(|q| q.get(from.seq)).map(|p| p.taken.clone())
-        else {
-            return;
-        };
-        for (gref, mut offset, rest) in taken.pieces(at, frame.size) {
-            let mut rest = usize::from(rest);
-            while rest > 0 {
-                let (to, len) = place.take(lens, rest);
-                let source = Side::Granted(Granted { domid, gref: GrantRef(gref.0), offset });
-                each(self, to, source, len as u16);
-                (offset, rest) = (offset + len as u16, rest - len);
-            }
-        }
     }
 
     /// Brings a guest's frame into the arena for the uplink.
@@ -235,19 +229,16 @@ impl Worker {
         let mut header = vec![0; frame.header.len()];
         self.arena.copy_out(frame.header, &mut header);
         self.arena.copy_in(room.slice(0, header.len()), &header);
-        let begin = self.turn.pieces.len();
-        let rest = frame.header.len();
-        self.for_sources(
-            frame,
-            &[frame.size as u16],
-            |worker, Place { offset, .. }, source, len| {
-                if offset >= rest {
-                    let dest = Side::Local(room.slice(offset, usize::from(len)));
-                    worker.turn.pieces.push(Piece::new(source, dest, len));
-                }
-            },
-        );
-        let pieces = begin..self.turn.pieces.len();
+        let pieces = &mut self.turn.pieces;
+        let (begin, rest) = (pieces.len(), frame.header.len());
+        let lens = [frame.size as u16];
+        for_sources(&self.vifs, frame, &lens, |Place { offset, .. }, source, len| {
+            if offset >= rest {
+                let dest = Side::Local(room.slice(offset, usize::from(len)));
+                pieces.push(Piece::new(source, dest, len));
+            }
+        });
+        let pieces = begin..pieces.len();
         self.turn.deliveries.push(Delivery::new(frame, To::Uplink(room), pieces));
     }
 
@@ -270,7 +261,7 @@ impl Worker {
                 }
             };
             self.turn.has_worked = true;
-            if !(ferrite_xen::netif::FRAME_BYTES_MIN..=self.bytes.len()).contains(&len) {
+            if !(FRAME_BYTES_MIN..=self.bytes.len()).contains(&len) {
                 continue;
             }
             let Some(room) = self.room_from_uplink() else { return };

@@ -95,16 +95,13 @@ impl Worker {
     fn judge(&mut self, frame: &Frame, is_ok: bool) {
         let From::Guest(from) = frame.from else { return };
         if !is_ok {
-            let is_sent = self
-                .queue_of(from)
-                .and_then(|q| q.get(from.seq))
-                .is_some_and(|p| p.status == RSP_OKAY);
+            let is_sent = self.pending(from).is_some_and(|p| p.status == RSP_OKAY);
             if !is_sent {
                 self.fail(frame.from);
             }
             return;
         }
-        let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq)) else {
+        let Some(pending) = self.pending(from) else {
             return;
         };
         let was = std::mem::replace(&mut pending.status, RSP_OKAY);

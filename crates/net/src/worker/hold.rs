@@ -33,7 +33,7 @@ impl Worker {
         }
         let mut header = vec![0; frame.header.len()];
         self.arena.copy_out(frame.header, &mut header);
-        if let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq)) {
+        if let Some(pending) = self.pending(from) {
             pending.is_held = true;
         }
         if let Some(vif) = self.vif(port) {
@@ -83,14 +83,14 @@ impl Worker {
 
     /// It is part of the turn now.
     fn unhold(&mut self, held: &Held) {
-        if let Some(pending) = self.queue_of(held.from).and_then(|q| q.get(held.from.seq)) {
+        if let Some(pending) = self.pending(held.from) {
             pending.is_held = false;
         }
     }
 
     /// The packet as a frame, its header in the arena again.
     fn frame_of(&mut self, held: &Held) -> Option<Frame> {
-        let pending = self.queue_of(held.from)?.get(held.from.seq)?;
+        let pending = self.pending(held.from)?;
         let (size, offload) = (pending.taken.size, pending.taken.offload);
         let header = self.header_room()?.slice(0, held.header.len());
         self.arena.copy_in(header, &held.header);

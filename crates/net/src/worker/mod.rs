@@ -31,7 +31,7 @@ use crate::counters::count;
 use crate::packet::{Offload, Stop, Uplink};
 use crate::switch::{PortId, Source, Switch, SwitchError, Target};
 use crate::trace::{Noticed, TraceRing};
-use crate::vif::{Connection, Queue, Ref, Vif};
+use crate::vif::{Connection, Pending, Ref, Vif};
 
 /// Bytes of a frame that are copied before it is judged.
 const HEADER_BYTES: usize = 128;
@@ -258,10 +258,10 @@ impl Worker {
         self.vifs.get_mut(usize::from(port.0))?.as_mut()
     }
 
-    /// The queue of a packet, if its connection is still there.
-    fn queue_of(&mut self, from: Ref) -> Option<&mut Queue> {
+    /// A packet that is not answered, if its connection is still there.
+    fn pending(&mut self, from: Ref) -> Option<&mut Pending> {
         let vif = self.vif(from.port).filter(|vif| vif.epoch == from.epoch)?;
-        vif.queues.get_mut(from.queue)
+        vif.queues.get_mut(from.queue)?.get_mut(from.seq)
     }
 
     /// Drops an interface's rings. Its packets that wait for others are gone; those that wait for it are dropped.
@@ -288,7 +288,7 @@ impl Worker {
 
     /// A held packet is done.
     fn release(&mut self, from: Ref, status: i16) {
-        if let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq)) {
+        if let Some(pending) = self.pending(from) {
             pending.is_held = false;
             pending.status = status;
         }

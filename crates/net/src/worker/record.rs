@@ -128,7 +128,7 @@ impl Worker {
         let Some(ring) = &mut self.tracer.ring else { return 0 };
         let n = ring.push(record);
         if let From::Guest(from) = from
-            && let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq))
+            && let Some(pending) = self.pending(from)
         {
             pending.record = Some(n);
         }

@@ -1,7 +1,5 @@
 //! Packets are taken from transmit rings, and the first bytes of their frames copied.
 
-use ferrite_io::arena::Span;
-use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::netif::{FRAME_BYTES_MIN, RSP_ERROR};
 use ferrite_xen::pages::{Granted, Piece, Side};
 
@@ -9,13 +7,26 @@ use super::{Frame, From, HEADER_BYTES, QUEUE_MAX, TAKEN_MAX, Worker};
 use crate::counters::count;
 use crate::packet::{Stop, Taken};
 use crate::switch::PortId;
-use crate::vif::Ref;
+use crate::vif::{Ref, Vif, sent};
 
 /// Bytes that are copied before a frame is judged. Where a frontend has the headers in a part of their own, that part
 /// is enough, and the other parts are copied as they are, each by one piece.
 fn header_len(taken: &Taken) -> usize {
     let first = taken.parts().first().map_or(0, |part| usize::from(part.len));
     taken.size.min(HEADER_BYTES).min(first.max(FRAME_BYTES_MIN))
+}
+
+/// The pieces that bring the beginning of a guest's frame into the arena.
+fn add_fetch(vifs: &[Option<Vif>], frame: &Frame, pieces: &mut Vec<Piece>) {
+    let From::Guest(from) = frame.from else { return };
+    let Some((domid, taken)) = sent(vifs, from) else { return };
+    let mut at = 0;
+    for (gref, offset, len) in taken.pieces(0, frame.header.len()) {
+        let source = Side::Granted(Granted { domid, gref, offset });
+        let dest = Side::Local(frame.header.slice(at, usize::from(len)));
+        pieces.push(Piece::new(source, dest, len));
+        at += usize::from(len);
+    }
 }
 
 impl Worker {
@@ -53,7 +64,7 @@ impl Worker {
             let seq = q.add(taken);
             if let Some(fault) = fault {
                 count(&vif.counters.malformed);
-                if let Some(pending) = q.get(seq) {
+                if let Some(pending) = q.get_mut(seq) {
                     pending.status = RSP_ERROR;
                 }
                 tracing::trace!("{}: {fault}", vif.id);
@@ -78,7 +89,7 @@ impl Worker {
         let mut pieces = std::mem::take(&mut self.turn.fetches);
         let mut ends = Vec::with_capacity(frames.len());
         for frame in &frames {
-            self.add_fetch(frame, frame.header, &mut pieces);
+            add_fetch(&self.vifs, frame, &mut pieces);
             ends.push(pieces.len());
         }
         let outcome = self.copy_pieces(&mut pieces);
@@ -98,28 +109,13 @@ impl Worker {
         (self.turn.frames, self.turn.fetches) = (fetched, pieces);
     }
 
-    /// The pieces that bring a guest's frame, or its beginning, into the arena.
-    pub(super) fn add_fetch(&mut self, frame: &Frame, to: Span, pieces: &mut Vec<Piece>) {
-        let From::Guest(from) = frame.from else { return };
-        let Some(domid) = self.vif(from.port).map(|vif| vif.domid) else { return };
-        let Some(queue) = self.queue_of(from) else { return };
-        let Some(pending) = queue.get(from.seq) else { return };
-        let mut at = 0;
-        for (gref, offset, len) in pending.taken.pieces(0, to.len()) {
-            let source = Side::Granted(Granted { domid, gref: GrantRef(gref.0), offset });
-            let dest = Side::Local(to.slice(at, usize::from(len)));
-            pieces.push(Piece::new(source, dest, len));
-            at += usize::from(len);
-        }
-    }
-
     /// A copy of a guest's frame failed.
     pub(super) fn fail(&mut self, from: From) {
         let From::Guest(from) = from else { return };
         if let Some(vif) = self.vif(from.port) {
             count(&vif.counters.failed);
         }
-        if let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq)) {
+        if let Some(pending) = self.pending(from) {
             pending.status = RSP_ERROR;
         }
     }
