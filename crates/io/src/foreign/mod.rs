@@ -303,6 +303,13 @@ mod tests {
         memory.zero(101, 3).unwrap();
         memory.copy_out(100, &mut found).unwrap();
         assert_eq!(&found, b"b\0\0\0s");
+        // Long ones are set and copied by words; the bytes beside them stay.
+        memory.copy_in(1000, &[7; 2003]).unwrap();
+        memory.zero(1001, 2001).unwrap();
+        let mut found = [0; 2003];
+        memory.copy_out(1000, &mut found).unwrap();
+        assert_eq!((found[0], found[2002]), (7, 7));
+        assert!(found[1..2002].iter().all(|byte| *byte == 0));
     }
 
     #[test]

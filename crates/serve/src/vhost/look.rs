@@ -72,7 +72,7 @@ fn look(request: &mut Request, found: &mut Vec<(Work, Option<u64>)>) {
         }
         let has_data = matches!(request.doing, Doing::Read | Doing::Write);
         let room: u64 = request.data.iter().map(|place| place.len as u64).sum();
-        let work = request.next_part(PART_SECTORS, 4096);
+        let work = request.next_part(PART_SECTORS, || 4096);
         found.push((work, has_data.then(|| room - request.at)));
         request.took(&work);
     }

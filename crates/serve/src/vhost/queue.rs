@@ -304,7 +304,7 @@ impl Queue {
                 self.path.count_limited(begins.into());
                 return false;
             }
-            let work = request.next_part(self.part_sectors, self.path.disk().block_bytes());
+            let work = request.next_part(self.part_sectors, || self.path.disk().block_bytes());
             let has_data = matches!(work.action, Action::Read | Action::Write);
             let buf = match has_data {
                 true => match self.path.buffer(work.bytes() as usize) {

@@ -262,16 +262,16 @@ impl Request {
     }
 
     /// The next part, of at most `part_sectors` if it has data. It has one left.
-    pub(super) fn next_part(&self, part_sectors: u64, block_bytes: u32) -> Work {
+    pub(super) fn next_part(&self, part_sectors: u64, block_bytes: impl Fn() -> u32) -> Work {
         let Range { sector, sectors } = self.left[0];
         let part = |action: Action, sectors: u64| Work { action, sector, sectors };
-        let block = u64::from(block_bytes) / SECTOR_BYTES;
         match self.doing {
             Doing::Read => part(Action::Read, sectors.min(part_sectors)),
             Doing::Write | Doing::WriteZeros => part(Action::Write, sectors.min(part_sectors)),
             Doing::Flush => part(Action::Flush, 0),
             Doing::Discard => part(Action::Discard, sectors),
             Doing::Zero => {
+                let block = u64::from(block_bytes()) / SECTOR_BYTES;
                 let before = sector.next_multiple_of(block) - sector;
                 match () {
                     () if before > 0 => part(Action::Write, before.min(sectors)),
