@@ -207,7 +207,7 @@ fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown, all: bool) -> Result<()
 /// Mounts the disk of a guest that has ended, and compares its files with these checksums.
 fn find_files(bench: &mut Bench<'_>, image: &str, sums: &str) -> Result<()> {
     let command = format!(
-        "set -e; device=$(ferrite disk device --load --read-only {image}); blockdev --rereadpt $device; udevadm settle; \
+        "set -e; device=$(ferrite disk device --load --read-only {image}); partx -u $device; udevadm settle; \
          mkdir -p /mnt/guest; mount -o ro ${{device}}p1 /mnt/guest; cd /mnt/guest; sha256sum -c --quiet - <<'SUMS'\n{sums}\nSUMS\n\
          cd /; umount /mnt/guest; rmdir /mnt/guest; ferrite disk device --remove $device"
     );

@@ -131,7 +131,8 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     if !open.contains("open in process") {
         bail!("a device that a program has open: {open}");
     }
-    let again = bench.xenhost.sh(&format!("ferrite disk device {IMAGE} 2>&1 && exit 1; true"))?;
+    let again =
+        bench.xenhost.sh(&format!("ferrite disk device {IMAGE} --by nbd 2>&1 && exit 1; true"))?;
     if !again.contains(&device) {
         bail!("a second device of an image: {again}");
     }
@@ -263,7 +264,7 @@ fn as_printed(bench: &mut Bench<'_>) -> Result<()> {
     // A guest's disk with a partition, as the second recipe expects it.
     bench.xenhost.sh_for(
         "set -e; ferrite image create /srv/web1.vhd 64M; device=$(ferrite disk device /srv/web1.vhd); \
-         printf 'label: gpt\\n,\\n' | sfdisk -q $device; blockdev --rereadpt $device; udevadm settle; \
+         printf 'label: gpt\\n,\\n' | sfdisk -q $device; partx -u $device; udevadm settle; \
          mkfs.ext4 -q ${device}p1; mount ${device}p1 /mnt; echo web1 >/mnt/of-the-guest; umount /mnt; \
          ferrite disk device --remove $device",
         300,
@@ -285,7 +286,8 @@ fn kinds(bench: &mut Bench<'_>) -> Result<()> {
         bail!("a device by nbd: {device}");
     }
     let remove = format!(
-        "dd if={device} bs=4k count=1 2>/dev/null | wc -c; ferrite disk device --remove {device}"
+        "dd if={device} bs=4k count=1 2>/dev/null | wc -c; printf 'label: gpt\\n,\\n' | sfdisk -q {device} && \
+         ferrite disk device --remove {device}"
     );
     let read = bench.xenhost.sh(&remove)?;
     if !read.starts_with("4096") {
@@ -295,7 +297,16 @@ fn kinds(bench: &mut Bench<'_>) -> Result<()> {
     let doctor = bench.xenhost.sh("ferrite doctor; true")?;
     let line = doctor.lines().find(|line| line.contains("devices, ublk")).unwrap_or_default();
     expect_eq("the doctor's view", &line.contains("this kernel has no ublk_drv"), &!has)?;
-    if !has {
+    if has {
+        // It is taken where it is loaded, and shows the partitions that there are.
+        let shown = bench.xenhost.sh(&format!(
+            "set -e; modprobe ublk_drv; device=$(ferrite disk device {IMAGE}); \
+             echo $device; udevadm settle; ls ${{device}}p1; ferrite disk device --remove $device"
+        ))?;
+        if !shown.starts_with("/dev/ublkb") {
+            bail!("a device where the ublk driver is loaded: {shown}");
+        }
+    } else {
         for load in ["", "--load"] {
             let ask = format!("ferrite disk device {IMAGE} --by ublk {load} 2>&1 && exit 1; true");
             let refused = bench.xenhost.sh(&ask)?;

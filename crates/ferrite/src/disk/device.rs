@@ -24,8 +24,8 @@ const CHANGE: Duration = Duration::from_secs(130);
 
 /// The help of `disk device` after its options.
 pub(crate) const HELP: &str = "\
-It prints the device's name. The kernel's NBD client makes the device (module nbd), or its ublk driver (module ublk_drv,
-Linux 6.5). It stays until it is removed, also when the daemon ends. To mount what a running guest has mounted, even for reading only, needs care:
+It prints the device's name. The kernel's ublk driver makes the device if it is loaded (module ublk_drv, Linux 6.5), otherwise its
+NBD client (module nbd). It stays until it is removed, also when the daemon ends. To mount what a running guest has mounted, even for reading only, needs care:
 docs/access.md.";
 
 /// A driver of the kernel that makes devices.
@@ -33,7 +33,7 @@ docs/access.md.";
 pub(crate) enum Driver {
     /// The kernel's NBD client.
     Nbd,
-    /// The driver whose requests the disk's worker serves itself (experimental).
+    /// The driver whose requests the disk's worker serves itself.
     Ublk,
 }
 
@@ -42,6 +42,14 @@ impl Driver {
         match self {
             Driver::Nbd => DeviceKind::Nbd,
             Driver::Ublk => DeviceKind::Ublk,
+        }
+    }
+
+    /// The faster one where its driver is loaded.
+    fn chosen() -> Driver {
+        match ferrite_io::ublk::Control::open() {
+            Ok(_) => Driver::Ublk,
+            Err(_) => Driver::Nbd,
         }
     }
 
@@ -77,9 +85,9 @@ pub(crate) struct DeviceArgs {
     #[arg(long, conflicts_with = "read_only")]
     pub(crate) shared: bool,
 
-    /// Which driver of the kernel makes the device. ferrite doctor says which there are.
-    #[arg(long, value_name = "DRIVER", default_value = "nbd")]
-    pub(crate) by: Driver,
+    /// Which driver of the kernel makes the device: by default ublk if it is loaded, otherwise nbd. ferrite doctor says which there are.
+    #[arg(long, value_name = "DRIVER")]
+    pub(crate) by: Option<Driver>,
 
     /// Connections of the device, or queues by ublk. With more than one connection, requests that are under way when the disk's keeper is killed wait
     /// for 30 days.
@@ -87,7 +95,7 @@ pub(crate) struct DeviceArgs {
           value_parser = clap::value_parser!(u32).range(1..=4))]
     pub(crate) connections: u32,
 
-    /// Load the kernel's module first, if it is not loaded: nbd or ublk_drv.
+    /// Load the kernel's module first, if it is not loaded: nbd, or ublk_drv with --by ublk.
     #[arg(long)]
     pub(crate) load: bool,
 
@@ -124,6 +132,7 @@ pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
     }
     let name = args.disk.as_deref().unwrap_or_default();
     let what = format!("cannot make a device of {}", one_line(&name.to_string_lossy()));
+    let by = args.by.unwrap_or_else(Driver::chosen);
     let mut asked = AddDeviceParams {
         disk: None,
         image: None,
@@ -131,16 +140,19 @@ pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
         shared: args.shared,
         connections: args.connections,
         // A daemon of the version before knows no other.
-        by: Some(args.by.kind()).filter(|by| *by != DeviceKind::default()),
+        by: Some(by.kind()).filter(|by| *by != DeviceKind::default()),
     };
     match as_disk(name) {
         Some(disk) => asked.disk = Some(id(disk.find()?)),
         None => asked.image = Some(pause::named("cannot make a device of", name)?),
     }
     if args.load {
-        load(args.by)?;
+        load(by)?;
     }
     let done: DeviceRow = call(run, "device.add", &asked, CHANGE).map_err(|e| failed(&what, &e))?;
+    if by == Driver::Ublk {
+        show_partitions(&done.device);
+    }
     tell(args.json, &done, || println!("{}", done.device))
 }
 
@@ -150,6 +162,12 @@ fn as_disk(name: &OsStr) -> Option<GuestDisk> {
         || name.as_bytes().contains(&b':')
         || Path::new(name).exists();
     name.to_str().filter(|_| !is_image)?.parse().ok()
+}
+
+/// Has the kernel show the partitions of a device, as it does by itself for other drivers: a ublk device whose server has no
+/// rights is not searched. A device without partitions has none to show, and a host without partx shows them by hand.
+fn show_partitions(device: &str) {
+    let _ = Command::new("partx").args(["--update", device]).output();
 }
 
 fn load(driver: Driver) -> Result<(), Failure> {

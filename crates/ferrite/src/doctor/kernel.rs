@@ -250,18 +250,18 @@ fn devices() -> Check {
 fn ublk() -> Check {
     let name = "devices, ublk";
     let (found, means) = match ferrite_io::ublk::Control::open() {
-        Ok(_) => ("ublk_drv is loaded".into(), "ferrite disk device --by ublk may use it"),
+        Ok(_) => ("ublk_drv is loaded".into(), "ferrite disk device uses it"),
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => (
             format!("ublk_drv cannot be asked: {e}"),
             "run ferrite doctor as root; --by nbd does the same",
         ),
         Err(_) if has_module("ublk_drv") => (
             "ublk_drv is not loaded".into(),
-            "only ferrite disk device --by ublk needs it: modprobe ublk_drv, or --load",
+            "only ferrite disk device uses it, and is faster by it: modprobe ublk_drv, or --by ublk --load",
         ),
         Err(_) => (
             "this kernel has no ublk_drv".into(),
-            "only ferrite disk device --by ublk needs it; --by nbd does the same",
+            "only ferrite disk device would use it; its NBD client does the same",
         ),
     };
     check(name, State::Ok, found, means)

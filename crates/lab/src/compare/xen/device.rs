@@ -18,6 +18,8 @@ const DOM0_MIB: u32 = 2 << 10;
 /// The daemon's folders of images are below /lab.
 const FOLDER: &str = "/lab/ram";
 const LIMIT_S: u64 = 600;
+/// A name of `ferrite`. The host's shell does not look for programs there.
+const TAP_CTL: &str = "/usr/local/bin/tap-ctl";
 
 const TESTS: &[Test] = &[
     QD1,
@@ -105,7 +107,7 @@ pub(in crate::compare) fn run(arguments: &XenArguments) -> Result<Vec<Measuremen
 /// A file system on a RAM disk with all images, every block of which is written.
 fn prepare(xenhost: &mut XenHost) -> Result<()> {
     let mut command = format!(
-        "set -e; mkdir -p /run/lock; ln -s $(command -v ferrite) /usr/local/bin/tap-ctl; modprobe brd rd_nr=1 rd_size={}; modprobe nbd; \
+        "set -e; mkdir -p /run/lock; ln -s $(command -v ferrite) {TAP_CTL}; modprobe brd rd_nr=1 rd_size={}; modprobe nbd; \
          mkfs.ext4 -q -m 0 -O ^has_journal /dev/ram0; mkdir {FOLDER}; mount /dev/ram0 {FOLDER}; \
          head -c {DISK_MIB}M /dev/zero | tr '\\0' f >{FOLDER}/disk.raw; ",
         RAM_MIB << 10
@@ -207,7 +209,7 @@ const WATCHED_S: u32 = 30;
 fn rest(xenhost: &mut XenHost, kind: Kind) -> Result<[Measurement; 2]> {
     let qcow2 = format!("{FOLDER}/{kind:?}.qcow2");
     let by = if kind == Kind::Nbd { "nbd" } else { "ublk" };
-    xenhost.sh_for(&format!("tap-ctl create -a qcow2:{qcow2}"), LIMIT_S)?;
+    xenhost.sh_for(&format!("{TAP_CTL} create -a qcow2:{qcow2}"), LIMIT_S)?;
     let without = look(xenhost)?;
     let make = format!(
         "ferrite disk device --load --by {by} $(ferrite disk list | grep -o 'tap/[0-9]*' | head -n 1)"
@@ -217,7 +219,7 @@ fn rest(xenhost: &mut XenHost, kind: Kind) -> Result<[Measurement; 2]> {
     let with = look(xenhost)?;
     let remove = format!(
         "ferrite disk device --remove {device} && \
-         tap-ctl destroy $(tap-ctl list | sed 's/pid=\\([0-9]*\\) minor=\\([0-9]*\\) .*/-p \\1 -m \\2/')"
+         {TAP_CTL} destroy $({TAP_CTL} list | sed 's/pid=\\([0-9]*\\) minor=\\([0-9]*\\) .*/-p \\1 -m \\2/')"
     );
     xenhost.sh_for(&remove, LIMIT_S)?;
     let row = |what: &str, value: f64, unit, most: f64| {
