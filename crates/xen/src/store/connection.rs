@@ -22,10 +22,11 @@ use super::wire::{
 
 /// Replies that nobody waits for any more and that have not come; with more, the server is gone.
 const ABANDONED_MAX: usize = 16;
-/// Bytes taken from the descriptor in one read.
-const READ_BYTES: usize = 4 * PAYLOAD_MAX;
+/// Bytes taken from the descriptor in one read. Nearly all messages are shorter. They are on the stack, which each
+/// thread with a connection keeps: a host has a thread for each disk.
+const READ_BYTES: usize = PAYLOAD_MAX / 2;
 /// Reads in one look for watch events, so that a flood cannot keep the caller here.
-const READS_PER_POLL: usize = 16;
+const READS_PER_POLL: usize = 128;
 
 /// The other end of the descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
