@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{Errno, FdFlags};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use super::LoopbackError;
 use super::memory::GuestMemory;
@@ -166,25 +167,56 @@ impl GuestHandle {
     /// # Errors
     /// The text is malformed, or a descriptor was not inherited.
     pub fn from_arg(text: &str) -> Result<GuestHandle, LoopbackError> {
-        Self::parse(text).map_err(|problem| LoopbackError::Handle {
+        Self::parse(text, &inherited).map_err(|problem| LoopbackError::Handle {
             text: text.chars().take(80).collect(),
             problem,
         })
     }
 
-    fn parse(text: &str) -> Result<GuestHandle, String> {
+    /// The text by which a process of the same user can [take](Self::take_from) the guest from this process, as long as
+    /// this has it. Nothing is inherited, so no process is forked for it.
+    pub fn offer(&self) -> String {
+        format!("{}:{}", std::process::id(), self.describe())
+    }
+
+    /// The guest that another process [offers](Self::offer).
+    ///
+    /// # Errors
+    /// The text is malformed, or that process has ended or has no such descriptors.
+    pub fn take_from(text: &str) -> Result<GuestHandle, LoopbackError> {
+        let taken = || {
+            let (process, text) = text.split_once(':').ok_or("it names no process")?;
+            let pid = process.parse().ok().and_then(Pid::from_raw).ok_or("it names no process")?;
+            let of_it = |e: Errno| format!("process {process}: {e}");
+            let process = pidfd_open(pid, PidfdFlags::empty()).map_err(of_it)?;
+            Self::parse(text, &|number| {
+                let fd = number.parse().map_err(|e| format!("descriptor {number:?}: {e}"))?;
+                let got = pidfd_getfd(&process, fd, PidfdGetfdFlags::empty()).and_then(raised);
+                got.map_err(|e| format!("descriptor {number}: {e}"))
+            })
+        };
+        taken().map_err(|problem| LoopbackError::Handle {
+            text: text.chars().take(80).collect(),
+            problem,
+        })
+    }
+
+    fn parse(
+        text: &str,
+        take: &dyn Fn(&str) -> Result<OwnedFd, String>,
+    ) -> Result<GuestHandle, String> {
         let parts: Vec<&str> = text.split('/').collect();
         let [domid, memory, channels, store] = parts[..] else {
             return Err(format!("it has {} parts instead of 4", parts.len()));
         };
         let domid = DomId(domid.parse().map_err(|e| format!("domain {domid:?}: {e}"))?);
-        let memory = Arc::new(inherited(memory)?);
+        let memory = Arc::new(take(memory)?);
         let channel = |pair: &str| {
             let (back, front) = pair.split_once('-').ok_or(format!("no channel: {pair:?}"))?;
-            Ok::<_, String>(Channel { to_back: inherited(back)?, to_front: inherited(front)? })
+            Ok::<_, String>(Channel { to_back: take(back)?, to_front: take(front)? })
         };
         let channels = channels.split(',').map(channel).collect::<Result<_, _>>()?;
-        let store = if store == "-" { None } else { Some(inherited(store)?) };
+        let store = if store == "-" { None } else { Some(take(store)?) };
         Ok(GuestHandle { domid, descriptors: Arc::new(Descriptors { memory, channels }), store })
     }
 }
@@ -314,5 +346,22 @@ mod tests {
             assert!(matches!(outcome, Err(LoopbackError::Handle { .. })), "{text:?}");
         }
         assert!(BackendHandle::from_arg("").is_err());
+    }
+
+    #[test]
+    fn a_guest_that_is_offered_is_taken_with_its_memory_and_its_channels() {
+        let guest = GuestHandle::create(DomId(3), GuestOptions::default()).unwrap();
+        let taken = GuestHandle::take_from(&guest.offer()).unwrap();
+        assert_eq!(taken.map().unwrap().domid(), DomId(3));
+        signal(guest.descriptors().to_back(1)).unwrap();
+        let mut count = [0; 8];
+        rustix::io::read(taken.descriptors().to_back(1), &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 1);
+        assert!(taken.raw_descriptors().iter().all(|fd| *fd >= LOWEST_INHERITED));
+        let own = guest.describe();
+        for text in ["", &own, "x:1/5/6-7/-", &format!("{}:1/99999/6-7/-", std::process::id())] {
+            let outcome = GuestHandle::take_from(text);
+            assert!(matches!(outcome, Err(LoopbackError::Handle { .. })), "{text:?}");
+        }
     }
 }

@@ -235,6 +235,12 @@ impl Machine {
         })
     }
 
+    /// The texts by which other processes take the guests from this one, with their domains
+    /// ([`GuestHandle::offer`]).
+    pub fn offers(&self) -> Vec<(DomId, String)> {
+        self.guests.values().map(|guest| (guest.domid(), guest.offer())).collect()
+    }
+
     /// Writes both directories of a disk, with the keys and permissions that libxl gives them.
     ///
     /// # Errors

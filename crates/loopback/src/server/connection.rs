@@ -12,6 +12,7 @@ use ferrite_xen::store::wire::{
     Decoder, ErrorName, Message, MessageType, NO_TRANSACTION, OK_PAYLOAD, PAYLOAD_MAX,
     decode_permissions, encode_permissions, is_node_path, nul_terminated, split_string,
 };
+use rustix::event::epoll::EventFlags;
 
 /// The most watches of a guest (xenstored's `quota-watches`).
 const WATCHES_MAX: usize = 128;
@@ -51,6 +52,7 @@ pub(super) struct Connection {
     sent_of_first: usize,
     /// Events in `unsent`: one that waits already is not queued again (XSA-326).
     waiting_events: HashSet<Vec<u8>>,
+    waited_for: EventFlags,
 }
 
 /// The connection is closed.
@@ -72,6 +74,7 @@ impl Connection {
             unsent_bytes: 0,
             sent_of_first: 0,
             waiting_events: HashSet::new(),
+            waited_for: EventFlags::IN,
         }
     }
 
@@ -79,12 +82,25 @@ impl Connection {
         self.socket.as_fd()
     }
 
+    /// What is waited for.
+    pub(super) fn interest(&self) -> EventFlags {
+        let input = if self.wants_input() { EventFlags::IN } else { EventFlags::empty() };
+        let output = if self.has_output() { EventFlags::OUT } else { EventFlags::empty() };
+        input | output
+    }
+
+    /// What is waited for from here on, if it is not the same as before.
+    pub(super) fn new_interest(&mut self) -> Option<EventFlags> {
+        let now = self.interest();
+        (std::mem::replace(&mut self.waited_for, now) != now).then_some(now)
+    }
+
     /// Whether to read from the client: not from one that does not read its replies.
-    pub(super) fn wants_input(&self) -> bool {
+    fn wants_input(&self) -> bool {
         self.unsent_bytes < UNSENT_MAX
     }
 
-    pub(super) fn has_output(&self) -> bool {
+    fn has_output(&self) -> bool {
         !self.unsent.is_empty()
     }
 
@@ -297,12 +313,9 @@ impl Connection {
         Ok(OK_PAYLOAD.to_vec())
     }
 
-    /// Queues the events of this client for `change`.
-    pub(super) fn tell(&mut self, tree: &Tree, change: &Change) {
+    /// Queues the events of this client for `change`. Returns whether it has any.
+    pub(super) fn tell(&mut self, tree: &Tree, change: &Change) -> bool {
         let path = &change.path;
-        if !path.starts_with('@') && !tree.is_visible(self.domid, path) {
-            return;
-        }
         let concerns = |w: &&Watch| match change.exact {
             true => *path == w.path,
             false => {
@@ -317,7 +330,11 @@ impl Connection {
                 .then(|| Message::new(MessageType::WatchEvent, 0, NO_TRANSACTION, payload))
         };
         let events: Vec<Message> = self.watches.iter().filter(concerns).filter_map(event).collect();
+        if events.is_empty() || (!path.starts_with('@') && !tree.is_visible(self.domid, path)) {
+            return false;
+        }
         events.iter().for_each(|m| self.queue(m, true));
+        true
     }
 }
 

@@ -7,12 +7,15 @@
 mod connection;
 mod tree;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use self::connection::{Closed, Connection};
@@ -59,7 +62,8 @@ impl StoreServer {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(LoopbackError::system("create the store's eventfd"))?;
         let shared = Arc::new(Shared { inbox: Mutex::default(), wake });
-        let server = Server { shared: shared.clone(), tree: Tree::new(), connections: Vec::new() };
+        let server = Server::new(shared.clone())
+            .map_err(LoopbackError::system("wait for the store's connections"))?;
         let thread = std::thread::Builder::new()
             .name("loopback-store".into())
             .spawn(move || server.run())
@@ -121,25 +125,40 @@ impl Drop for StoreServer {
     }
 }
 
-/// The state of the thread.
+/// The number of the eventfd among the descriptors that are waited for. Connections have lower ones.
+const WAKE: u64 = u64::MAX;
+/// Most descriptors that are served before the next look.
+const READY: usize = 256;
+
+/// The state of the thread. A request costs the same on a host of a thousand connections: only those are looked at
+/// that are ready, or have a watch of what was changed.
 struct Server {
     shared: Arc<Shared>,
     tree: Tree,
-    connections: Vec<Connection>,
+    epoll: OwnedFd,
+    /// By numbers that are not used again.
+    connections: BTreeMap<u64, Connection>,
+    next: u64,
+    /// Connections with new events to send.
+    told: BTreeSet<u64>,
 }
 
 impl Server {
+    fn new(shared: Arc<Shared>) -> rustix::io::Result<Server> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &shared.wake, EventData::new_u64(WAKE), EventFlags::IN)?;
+        let (connections, told) = (BTreeMap::new(), BTreeSet::new());
+        Ok(Server { shared, tree: Tree::new(), epoll, connections, next: 0, told })
+    }
+
     fn run(mut self) {
         while self.take_inbox() {
+            self.send_events();
             let Ok(ready) = self.wait() else { return };
-            let mut closed = Vec::new();
-            for (i, flags) in ready {
-                if self.serve(i, flags).is_err() {
-                    closed.push(i);
+            for (number, flags) in ready {
+                if self.serve(number, flags).is_err() {
+                    self.close(number);
                 }
-            }
-            for i in closed.into_iter().rev() {
-                self.connections.swap_remove(i);
             }
         }
     }
@@ -151,8 +170,15 @@ impl Server {
         let events = std::mem::take(&mut inbox.events);
         let stop = inbox.stop;
         drop(inbox);
-        let connections = connections.into_iter();
-        self.connections.extend(connections.map(|(d, fd, n)| Connection::new(d, fd, n)));
+        for (domid, socket, requests) in connections {
+            let connection = Connection::new(domid, socket, requests);
+            let (number, interest) = (self.next, connection.interest());
+            let data = EventData::new_u64(number);
+            if epoll::add(&self.epoll, connection.socket(), data, interest).is_ok() {
+                self.connections.insert(number, connection);
+                self.next += 1;
+            }
+        }
         for path in events {
             self.tell_all(&[Change { path: path.to_owned(), exact: false }]);
         }
@@ -160,37 +186,61 @@ impl Server {
     }
 
     /// Waits for work; returns the ready connections, in their order.
-    fn wait(&self) -> rustix::io::Result<Vec<(usize, PollFlags)>> {
-        let mut fds = Vec::with_capacity(self.connections.len() + 1);
-        fds.push(PollFd::new(&self.shared.wake, PollFlags::IN));
-        for c in &self.connections {
-            let input = if c.wants_input() { PollFlags::IN } else { PollFlags::empty() };
-            let output = if c.has_output() { PollFlags::OUT } else { PollFlags::empty() };
-            fds.push(PollFd::from_borrowed_fd(c.socket(), input | output));
-        }
-        match rustix::event::poll(&mut fds, None) {
+    fn wait(&self) -> rustix::io::Result<Vec<(u64, EventFlags)>> {
+        let mut events = Vec::with_capacity(READY);
+        match epoll::wait(&self.epoll, spare_capacity(&mut events), None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e),
         }
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.shared.wake, &mut count);
-        let ready = fds[1..].iter().enumerate().map(|(i, fd)| (i, fd.revents()));
-        Ok(ready.filter(|(_, flags)| !flags.is_empty()).collect())
+        let mut ready: Vec<_> = events.iter().map(|e| (e.data.u64(), e.flags)).collect();
+        ready.retain(|(number, _)| *number != WAKE);
+        ready.sort_by_key(|(number, _)| *number);
+        Ok(ready)
     }
 
-    fn serve(&mut self, i: usize, flags: PollFlags) -> Result<(), Closed> {
-        let connection = &mut self.connections[i];
-        let gone = PollFlags::HUP | PollFlags::ERR;
-        if flags.intersects(PollFlags::IN | gone) {
+    fn serve(&mut self, number: u64, flags: EventFlags) -> Result<(), Closed> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        let gone = EventFlags::HUP | EventFlags::ERR;
+        if flags.intersects(EventFlags::IN | gone) {
             let changes = connection.receive(&mut self.tree)?;
             self.tell_all(&changes);
         }
-        self.connections[i].send()
+        self.send(number)
+    }
+
+    /// Sends what a connection has to send, and waits for room for the rest of it.
+    fn send(&mut self, number: u64) -> Result<(), Closed> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        connection.send()?;
+        let Some(interest) = connection.new_interest() else { return Ok(()) };
+        let data = EventData::new_u64(number);
+        epoll::modify(&self.epoll, connection.socket(), data, interest).map_err(|_| Closed)
+    }
+
+    fn send_events(&mut self) {
+        for number in std::mem::take(&mut self.told) {
+            if self.send(number).is_err() {
+                self.close(number);
+            }
+        }
+    }
+
+    fn close(&mut self, number: u64) {
+        if let Some(connection) = self.connections.remove(&number) {
+            // A process that is being started may have a copy of the socket still.
+            let _ = epoll::delete(&self.epoll, connection.socket());
+        }
     }
 
     fn tell_all(&mut self, changes: &[Change]) {
-        for connection in &mut self.connections {
-            changes.iter().for_each(|change| connection.tell(&self.tree, change));
+        for (number, connection) in &mut self.connections {
+            for change in changes {
+                if connection.tell(&self.tree, change) {
+                    self.told.insert(*number);
+                }
+            }
         }
     }
 }

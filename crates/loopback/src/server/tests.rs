@@ -3,6 +3,7 @@ use std::time::Duration;
 use super::*;
 use ferrite_xen::store::wire::{Decoder, Message, MessageType, NO_TRANSACTION, nul_terminated};
 use ferrite_xen::store::{Store, StoreError, WatchEvent};
+use rustix::event::{PollFd, PollFlags};
 
 const GUEST: DomId = DomId(5);
 
