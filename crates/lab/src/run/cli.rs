@@ -52,6 +52,8 @@ pub(crate) enum Part {
     Host(HostArgs),
     /// The daemon of such a host. The measurement starts it.
     HostDaemon(HostDaemonArgs),
+    /// The keeper of a disk of such a host. The daemon starts it.
+    HostKeeper,
     /// A worker of such a host. Its keeper starts it.
     HostWorker(KeptArgs),
     /// The copies of a measurement alone, as the baseline of everything around them.

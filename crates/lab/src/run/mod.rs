@@ -54,6 +54,7 @@ fn part(part: &Part) -> Result<(), Failure> {
         Part::Worker(args) => kept::worker(args, Sharing::Shared),
         Part::Host(args) => many::run(args),
         Part::HostDaemon(args) => many::daemon(&args.folder),
+        Part::HostKeeper => many::keeper(),
         Part::HostWorker(args) => kept::worker(args, Sharing::Own),
         Part::Bare(args) => bare::run(args),
         Part::Bound(args) => bound::run(args),

@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const ENTRIES: u32 = 16;
 /// The pause between two looks.
 const LOOK: Duration = Duration::from_millis(20);
-/// Descriptors of this process and of the daemon: those of all guests' event channels, for each.
+/// Descriptors of this process: those of all guests' event channels.
 const DESCRIPTORS: u64 = 1 << 20;
 
 /// The files of such a host, in one folder.
@@ -132,8 +132,9 @@ impl Host {
     pub(super) fn start_daemon(&mut self) -> Result<u32> {
         let mut command = Command::new("/proc/self/exe");
         command.arg("host-daemon").arg(self.folder.path()).stdin(Stdio::null());
-        let guests = lock(&self.machine).backend()?.pass_to(&mut command);
-        std::fs::write(self.places().guests(), guests)?;
+        let offers = lock(&self.machine).offers();
+        let guests = offers.into_iter().map(|(domid, offer)| format!("{domid} {offer}\n"));
+        std::fs::write(self.places().guests(), guests.collect::<String>())?;
         let child = command.spawn().context("cannot start the daemon")?;
         let pid = child.id();
         self.daemon = Some(child);

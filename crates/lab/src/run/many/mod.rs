@@ -22,7 +22,7 @@ use serde_json::json;
 
 use self::machine::Host;
 pub(crate) use self::machine::Places;
-pub(crate) use self::roles::daemon;
+pub(crate) use self::roles::{daemon, keeper};
 use super::cli::HostArgs;
 use super::idle::pss_kib;
 use processes::{cpu_ms, descriptors, sleeps, threads, worker_of};

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths};
 use ferrite_disk::{CONFIGURED_PARENTS, StoreKey};
 use ferrite_host::sandbox::user_of;
 use ferrite_keeper::{DiskSpec, WorkerSandbox};
-use ferrite_loopback::{BackendHandle, GuestHandle};
+use ferrite_loopback::GuestHandle;
 use ferrite_serve::counters::stats_file;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
@@ -29,8 +30,12 @@ pub(crate) fn daemon(folder: &Path) -> Result<(), Refused> {
     };
     let places = Places(folder.to_owned());
     let text = fs::read_to_string(places.guests()).map_err(|e| cannot(&e))?;
-    let BackendHandle { guests, .. } = BackendHandle::from_arg(&text).map_err(|e| cannot(&e))?;
-    let guests = guests.into_iter().map(|guest| (guest.domid().0, guest)).collect();
+    let guest = |line: &str| {
+        let (domid, offer) = line.split_once(' ')?;
+        Some((domid.parse().ok()?, offer.to_owned()))
+    };
+    let guests = text.lines().map(guest).collect::<Option<_>>();
+    let guests = guests.ok_or_else(|| cannot(&format!("{text:.80} names no guests")))?;
     let config = Config {
         image_folders: vec![places.images()],
         state_folder: places.state(),
@@ -48,19 +53,33 @@ pub(crate) fn daemon(folder: &Path) -> Result<(), Refused> {
     daemon.and_then(|daemon| daemon.run(&|_| ())).map_err(|e| cannot(&e))
 }
 
+/// The environment variable by which the keeper takes its guest.
+const OFFER: &str = "FERRITE_BENCH_OFFER";
+
+/// `ferrite-bench host-keeper`: takes the guest of the disk, and becomes its keeper. The daemon has no descriptors of
+/// guests, as with Xen: it could hand them over by a fork only, which costs the more the more disks it has.
+pub(crate) fn keeper() -> Result<(), Refused> {
+    let cannot = |e: &dyn std::fmt::Display| {
+        Refused::new("cannot be a keeper", e, "the daemon of ferrite-bench host starts it")
+    };
+    let text = std::env::var(OFFER).map_err(|e| cannot(&e))?;
+    let guest = GuestHandle::take_from(&text).map_err(|e| cannot(&e))?;
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("keeper");
+    let text = guest.pass_to(&mut command);
+    Err(cannot(&command.env(GUEST, text).exec()))
+}
+
 /// Starts this program as keeper and worker.
 struct Roles {
-    guests: BTreeMap<u16, GuestHandle>,
+    /// How the guest of each domain is taken.
+    guests: BTreeMap<u16, String>,
 }
 
 impl Programs for Roles {
     fn keeper(&self, disk: DiskId, _: &DiskSpec) -> Command {
         let mut command = Command::new("/proc/self/exe");
-        command.arg("keeper");
-        if let Some(guest) = self.guests.get(&disk.domid) {
-            let text = guest.share().pass_to(&mut command);
-            command.env(GUEST, text);
-        }
+        command.arg("host-keeper").envs(self.guests.get(&disk.domid).map(|offer| (OFFER, offer)));
         command
     }
 
