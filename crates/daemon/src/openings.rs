@@ -5,8 +5,8 @@
 //!
 //! Storage may hang. So an opening that takes long does not count any more: the disks behind it go on.
 
-use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_serve::waker::Waker;
@@ -18,16 +18,31 @@ use crate::wait::wait_for;
 const MOST: usize = 8;
 /// An opening that takes longer waits for its storage, and does not count.
 const SLOW: Duration = Duration::from_secs(1);
-/// How often one that waits looks whether its thread is woken.
-const LOOK: Duration = Duration::from_millis(100);
 
-/// The disks that are being opened.
+/// The disks that are being opened, and those that wait for that.
 pub(crate) struct Openings {
     most: usize,
     slow: Duration,
-    /// When each began.
-    open: Mutex<BTreeMap<DiskId, Instant>>,
-    left: Condvar,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// When each opening began.
+    open: BTreeMap<DiskId, Instant>,
+    /// Those that wait, the next one first. Only that one is woken: a thousand may wait.
+    waiting: VecDeque<Arc<Waker>>,
+}
+
+impl State {
+    fn wake_next(&self) {
+        self.waiting.front().into_iter().for_each(|next| next.wake());
+    }
+
+    fn remove(&mut self, turn: &Arc<Waker>) {
+        self.waiting.retain(|other| !Arc::ptr_eq(other, turn));
+        self.wake_next();
+    }
 }
 
 impl Default for Openings {
@@ -38,36 +53,65 @@ impl Default for Openings {
 
 impl Openings {
     fn new(most: usize, slow: Duration) -> Openings {
-        Openings { most, slow, open: Mutex::default(), left: Condvar::new() }
+        Openings { most, slow, state: Mutex::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<DiskId, Instant>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until this disk may be opened, or until `stop` is woken: then its thread has something else to do first,
     /// and does not count.
     pub(crate) fn enter(&self, id: DiskId, stop: &Waker) {
-        let mut open = self.lock();
+        let turn = {
+            let mut state = self.lock();
+            let turn = match self.has_room(&mut state) && state.waiting.is_empty() {
+                true => None,
+                // Without descriptors nobody is to wait for them here.
+                false => Waker::new().ok().map(Arc::new),
+            };
+            let Some(turn) = turn else {
+                state.open.insert(id, Instant::now());
+                return;
+            };
+            state.waiting.push_back(turn.clone());
+            turn
+        };
         loop {
-            open.retain(|_, since| since.elapsed() < self.slow);
-            if open.len() < self.most {
-                open.insert(id, Instant::now());
-                return;
-            }
-            let [woken] = wait_for([stop.fd()], Some(Duration::ZERO));
+            let within = self.until_slow(&turn);
+            let [woken, _] = wait_for([stop.fd(), turn.fd()], within);
+            turn.clear();
+            let mut state = self.lock();
             if woken {
-                return;
+                return state.remove(&turn);
             }
-            let waited = self.left.wait_timeout(open, LOOK.min(self.slow));
-            open = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let is_next = state.waiting.front().is_some_and(|next| Arc::ptr_eq(next, &turn));
+            if is_next && self.has_room(&mut state) {
+                state.open.insert(id, Instant::now());
+                return state.remove(&turn);
+            }
         }
+    }
+
+    fn has_room(&self, state: &mut State) -> bool {
+        state.open.retain(|_, since| since.elapsed() < self.slow);
+        state.open.len() < self.most
+    }
+
+    /// The time until an opening does not count any more. Only the next disk has to know.
+    fn until_slow(&self, turn: &Arc<Waker>) -> Option<Duration> {
+        let state = self.lock();
+        state.waiting.front().filter(|next| Arc::ptr_eq(next, turn))?;
+        // Without one there is room, and this disk was not told of it yet.
+        let oldest = state.open.values().min().map(Instant::elapsed);
+        Some(oldest.map_or(Duration::ZERO, |oldest| self.slow.saturating_sub(oldest)))
     }
 
     /// Notes that this disk is open, or that it cannot be opened.
     pub(crate) fn leave(&self, id: DiskId) {
-        if self.lock().remove(&id).is_some() {
-            self.left.notify_one();
+        let mut state = self.lock();
+        if state.open.remove(&id).is_some() {
+            state.wake_next();
         }
     }
 }
@@ -108,9 +152,46 @@ mod tests {
         let (openings, stop) = (Openings::new(2, Duration::from_millis(5)), Waker::new().unwrap());
         // None of these ever leaves, and all of these enter.
         (0..6).for_each(|domid| openings.enter(disk(domid), &stop));
-        assert!(openings.lock().contains_key(&disk(5)));
+        assert!(openings.lock().open.contains_key(&disk(5)));
         // Disk 0 does not count any more, so its end lets no other disk begin.
         openings.leave(disk(0));
+    }
+
+    /// How often this thread has gone to sleep.
+    fn sleeps() -> u64 {
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        let line = status.lines().find_map(|it| it.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse().unwrap()
+    }
+
+    #[test]
+    fn a_disk_that_waits_is_woken_when_it_is_its_turn_and_not_before() {
+        const WAITING: u16 = 30;
+        let (openings, stop) = (Openings::new(1, Duration::from_secs(600)), Waker::new().unwrap());
+        openings.enter(disk(0), &stop);
+        let most = std::thread::scope(|scope| {
+            let enter = |domid| {
+                let (openings, stop) = (&openings, &stop);
+                scope.spawn(move || {
+                    let before = sleeps();
+                    openings.enter(disk(domid), stop);
+                    let after = sleeps();
+                    openings.leave(disk(domid));
+                    after - before
+                })
+            };
+            let threads: Vec<_> = (1..=WAITING).map(enter).collect();
+            while openings.lock().waiting.len() < WAITING.into() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            // Threads that looked again and again would do so many times meanwhile.
+            std::thread::sleep(Duration::from_secs(1));
+            openings.leave(disk(0));
+            threads.into_iter().map(|thread| thread.join().unwrap()).max()
+        });
+        // One for its turn, one if it becomes the next before, and some for the lock.
+        assert!(most.is_some_and(|most| most <= 6), "{most:?} sleeps");
+        assert!(openings.lock().open.is_empty() && openings.lock().waiting.is_empty());
     }
 
     #[test]
@@ -119,6 +200,7 @@ mod tests {
         openings.enter(disk(1), &stop);
         stop.wake();
         openings.enter(disk(2), &stop);
-        assert!(!openings.lock().contains_key(&disk(2)));
+        assert!(!openings.lock().open.contains_key(&disk(2)));
+        assert!(openings.lock().waiting.is_empty());
     }
 }
