@@ -11,7 +11,7 @@ use crate::joint_upgrade::Participant;
 use crate::params::Image;
 use crate::state::DiskId;
 use crate::table::{Phase, Upgrade, WakeReason};
-use crate::{Failure, Shared, Step, beside, blktap, jobs, pause, taps};
+use crate::{Failure, Shared, Step, beside, jobs, pause, taps};
 
 /// A disk that is to be served.
 pub struct Assignment<'a> {
@@ -62,12 +62,17 @@ impl Assignment<'_> {
     /// Records which process keeps the disk, the path of its NBD socket, and the group that shares
     /// this keeper.
     pub fn set_keeper(&self, pid: u32, nbd: Option<PathBuf>, group: Option<PathBuf>) {
-        blktap::link(&self.shared.paths, self.id, pid, self.minor);
+        self.shared.names.link(&self.shared.paths, self.id, pid, self.minor);
         taps::take_keeper(self.shared, self.id, pid);
         self.shared.table.change(self.id, |entry| {
             (entry.pid, entry.nbd, entry.group) = (Some(pid), nbd, group);
         });
         (self.shared.on_step)(Step::Kept);
+    }
+
+    /// Records whether the disk's worker is started with `fence = "weak-reservation"`.
+    pub(crate) fn set_weak(&self, weak: bool) {
+        self.shared.table.change(self.id, |entry| entry.weak = Some(weak));
     }
 
     /// Whether the disk is paused, and goes on if its image can be opened.

@@ -24,7 +24,7 @@ use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Entry, Phase, Upgrade, WakeReason};
 use crate::unserved::{AllowedStates, End, answer};
 use crate::wait::{Backoff, wait_for};
-use crate::{Assignment, Failure, Shared, Step, blktap, directory};
+use crate::{Assignment, Failure, Shared, Step, directory};
 
 /// The pause before the second try. It doubles with each further one.
 pub(crate) const RETRY: Duration = Duration::from_millis(250);
@@ -81,7 +81,7 @@ impl Follower {
                 return;
             }
             self.shared.serving.remove(self.id);
-            blktap::unlink(&self.shared.paths, self.id);
+            self.shared.names.unlink(&self.shared.paths, self.id);
             if let Err(e) = remove_run_dir(&self.run_dir()) {
                 tracing::warn!("cannot remove {} yet: {e}", self.run_dir().display());
             }
@@ -295,7 +295,7 @@ impl Follower {
                 self.shared.serving.part(self.id, first)?;
             }
             self.shared.serving.remove_older(self.id)?;
-            blktap::unlink(&self.shared.paths, self.id);
+            self.shared.names.unlink(&self.shared.paths, self.id);
             remove_run_dir(&self.run_dir()).map_err(|e| Failure {
                 why: format!("cannot remove what an older disk of this name has left: {e}"),
                 help: "ferrite tries again; its storage may be slow".to_owned(),

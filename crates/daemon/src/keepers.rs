@@ -37,7 +37,7 @@ mod attachment;
 mod closed;
 mod spare;
 
-use attachment::{follow_config, is_new, is_written, name_keeper};
+use attachment::{follow_config, is_new, is_weak, is_written, name_keeper};
 use closed::{end_closed, upgrade};
 use spare::process_of;
 
@@ -259,6 +259,7 @@ impl Keepers {
         if disk.resumes() || (disk.ahead.is_some() && waits(&keeper)) {
             keeper = self.adapt(disk, keeper, spec)?;
         }
+        disk.set_weak(keeper.spec().is_ok_and(|kept| is_weak(&*self.programs, &kept)));
         let (mut lost, mut early_losses) = (None, 0);
         loop {
             let line = match keeper.line(lost) {

@@ -72,6 +72,7 @@ mod wait;
 mod writers;
 
 pub use assignment::Assignment;
+use blktap::Names;
 use config::{Config, DiskOptions};
 use devices::Devices;
 use exports::Exports;
@@ -334,6 +335,8 @@ pub(crate) struct Shared {
     states: States,
     switched: Switched,
     table: Table,
+    /// The names by which tapdisk's tools find the disks.
+    names: Names,
     openings: Openings,
     hanging: Hanging,
     /// Held by an upgrade of all disks.
@@ -480,6 +483,7 @@ impl Daemon {
             states,
             switched,
             table: Table::default(),
+            names: Names::default(),
             openings: Openings::default(),
             hanging: Hanging::default(),
             upgrading: Mutex::default(),

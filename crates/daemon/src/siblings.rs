@@ -88,13 +88,8 @@ impl Follower {
         }
         // The paths are compared without resolving them: hanging storage of another disk would
         // block all.
-        let others: Vec<DiskId> = self.shared.table.read(|disks| {
-            let ours = disks.get(&self.id).and_then(Entry::file);
-            let of_image = disks.iter().filter(|(id, entry)| {
-                id.domid != self.id.domid && ours.is_some() && entry.file() == ours
-            });
-            of_image.map(|(id, _)| *id).collect()
-        });
+        let mut others = self.shared.table.sharers(self.id);
+        others.retain(|id| id.domid != self.id.domid);
         for id in others {
             if Snapshot::read(store, id)?.own == XenbusState::Connected
                 && is_move(store, id, self.id)?
@@ -108,12 +103,12 @@ impl Follower {
     /// Adds to a failure which disk of this host is served from the same image. The image's lock
     /// tells only a process number.
     pub(crate) fn with_sharer(&self, failure: Failure) -> Failure {
-        let sharer = self.shared.table.read(|disks| {
-            let ours = disks.get(&self.id).and_then(Entry::file)?;
-            let shares = |entry: &Entry| entry.phase == Phase::Served && entry.file() == Some(ours);
-            let mut others = disks.iter().filter(|(id, entry)| **id != self.id && shares(entry));
-            others.next().map(|(id, _)| *id)
-        });
+        let sharers = self.shared.table.sharers(self.id);
+        let is_served = |id: &DiskId| {
+            let of_entry = |entry: &Entry| entry.phase == Phase::Served;
+            self.shared.table.read(|disks| disks.get(id).is_some_and(of_entry))
+        };
+        let sharer = sharers.into_iter().find(is_served);
         match sharer {
             None => failure,
             Some(id) => Failure {

@@ -40,6 +40,9 @@ impl std::fmt::Display for DiskId {
 }
 
 impl DiskId {
+    /// The lowest one.
+    pub(crate) const FIRST: DiskId = DiskId { domid: 0, devid: 0 };
+
     /// The tap of this minor.
     pub const fn tap(minor: u32) -> DiskId {
         DiskId { domid: DomId::NONE.0, devid: minor }

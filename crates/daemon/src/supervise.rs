@@ -21,7 +21,7 @@ use crate::params::Params;
 use crate::pending::Pending;
 use crate::state::{DiskId, DiskState};
 use crate::wait::{Backoff, wait_for};
-use crate::{Shared, Xen, blktap, taps};
+use crate::{Shared, Xen, taps};
 
 const TOKEN: &str = "all";
 /// Most nodes whose changes wait to be looked at, of some forty disks. With more all disks are looked at.
@@ -38,7 +38,7 @@ const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The longest sleep: systemd's watchdog expects a sign of life.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// Most disks at a time. The Xen interface allows far more than one host has.
-const MAX_DISKS: usize = 4096;
+const MAX_DISKS: u32 = 4096;
 
 pub(crate) struct Supervisor<'a> {
     pub(crate) shared: &'a Arc<Shared>,
@@ -106,7 +106,7 @@ impl Supervisor<'_> {
     /// Removes what is left of disks that were detached while no daemon ran.
     fn sweep(&self, store: &mut Store) -> Result<(), StoreError> {
         let mut known: BTreeSet<DiskId> = self.shared.serving.kept_disks().into_iter().collect();
-        known.extend(blktap::linked(&self.shared.paths));
+        known.extend(self.shared.names.linked(&self.shared.paths));
         let mut minors: BTreeMap<DiskId, u32> =
             self.shared.states.all().iter().map(|state| (state.id, state.minor)).collect();
         known.extend(minors.keys());
@@ -127,7 +127,7 @@ impl Supervisor<'_> {
                     "disk {id} was detached while the daemon did not follow xenstore"
                 ));
                 self.shared.serving.remove(id);
-                blktap::unlink(&self.shared.paths, id);
+                self.shared.names.unlink(&self.shared.paths, id);
                 self.shared.states.remove(id);
                 minors.remove(&id);
             }
@@ -142,7 +142,7 @@ impl Supervisor<'_> {
         loop {
             let found = self.scan(store)?;
             pause = if found { PAUSE } else { (pause * 2).min(PAUSE_MAX) };
-            let disks = self.shared.table.read(|disks| disks.len());
+            let disks = self.shared.table.counts().disks;
             (self.alive)(&format!("{disks} disks"));
             // After a quiet while the next event is handled almost at once.
             if last.is_some_and(|last| last.elapsed() > PAUSE_MAX) {
@@ -184,7 +184,7 @@ impl Supervisor<'_> {
             if stopped {
                 return Ok(true);
             }
-            (self.alive)(&format!("{} disks", shared.table.read(|disks| disks.len())));
+            (self.alive)(&format!("{} disks", shared.table.counts().disks));
         }
     }
 
@@ -197,7 +197,7 @@ impl Supervisor<'_> {
 
     /// Whether a thread handles the disk: its own, or that of its tap.
     fn is_known(&self, id: DiskId) -> bool {
-        self.shared.table.read(|disks| disks.contains_key(&id) || taps::has_guest(disks, id))
+        self.shared.table.is_known(id)
     }
 
     /// Has a guest's disk join the tap that its script has named. Returns whether something was
@@ -261,12 +261,11 @@ impl Supervisor<'_> {
         self.sweep_ended(store)?;
         let disks = pending.disks(store)?;
         self.refused.borrow_mut().retain(|id, _| pending.contains(*id) && !self.is_known(*id));
-        let of_taps = self.shared.table.read(taps::guests);
         for id in disks {
             if self.shared.table.read(|disks| disks.contains_key(&id)) {
                 // The end of its thread adds it again.
                 pending.remove(id);
-            } else if !of_taps.contains(&id) {
+            } else if !self.shared.table.is_of_tap(id) {
                 let seen = Snapshot::read(store, id)?;
                 let look = self.look(store, id, &seen)?;
                 found |= look.found;
@@ -353,7 +352,7 @@ impl Supervisor<'_> {
     }
 
     fn start(&self, id: DiskId, task: Task, seen: &Snapshot, known: Option<&DiskState>) {
-        if self.shared.table.read(|disks| disks.len()) >= MAX_DISKS {
+        if self.shared.table.counts().disks >= MAX_DISKS {
             self.log(|| {
                 tracing::error!("disk {id} is not served: {MAX_DISKS} disks are attached already")
             });

@@ -20,6 +20,11 @@ use crate::state::{DiskId, DiskState, TapState};
 use crate::suspended::LeftImage;
 use crate::tuning::Tuning;
 
+mod index;
+
+pub(crate) use index::Counts;
+use index::{Index, Seen};
+
 /// The phase of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -92,6 +97,8 @@ pub struct Entry {
     pub since: SystemTime,
     /// How often the disk was started.
     pub starts: u64,
+    /// Whether its worker was started with `fence = "weak-reservation"`, once that is known.
+    pub(crate) weak: Option<bool>,
     /// The number of the error by which a tap's image could not be opened, if it had one.
     pub(crate) errno: Option<Errno>,
     /// Whether its image was open: a guest may have written.
@@ -200,26 +207,62 @@ fn may_upgrade(phase: &Phase) -> Result<(), Failure> {
 /// The disks, with a condition variable that signals each change.
 #[derive(Default)]
 pub struct Table {
-    disks: Mutex<BTreeMap<DiskId, Entry>>,
+    disks: Mutex<Disks>,
     /// Minors of disks that a predecessor knew and that are not in the table yet.
     reserved: Mutex<BTreeMap<DiskId, u32>>,
     changed: Condvar,
 }
 
+#[derive(Default)]
+struct Disks {
+    all: BTreeMap<DiskId, Entry>,
+    index: Index,
+}
+
 impl Table {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<DiskId, Entry>> {
+    fn lock(&self) -> MutexGuard<'_, Disks> {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls `f` with all disks.
     pub fn read<T>(&self, f: impl FnOnce(&BTreeMap<DiskId, Entry>) -> T) -> T {
-        f(&self.lock())
+        f(&self.lock().all)
+    }
+
+    /// How many disks there are.
+    pub(crate) fn counts(&self) -> Counts {
+        self.lock().index.counts()
+    }
+
+    /// Whether there is a thread for this disk: its own, or that of its tap.
+    pub(crate) fn is_known(&self, id: DiskId) -> bool {
+        let disks = self.lock();
+        disks.all.contains_key(&id) || disks.index.is_of_tap(id)
+    }
+
+    /// Whether a tap serves this guest's disk as its first.
+    pub(crate) fn is_of_tap(&self, guest: DiskId) -> bool {
+        self.lock().index.is_of_tap(guest)
+    }
+
+    /// Whether a tap serves any guest's disk.
+    pub(crate) fn has_guests_of_taps(&self) -> bool {
+        self.lock().index.has_guests()
+    }
+
+    /// The other disks with the file of this one, in order.
+    pub(crate) fn sharers(&self, id: DiskId) -> Vec<DiskId> {
+        let disks = self.lock();
+        let file = disks.all.get(&id).and_then(Entry::file);
+        let mut found = file.map_or_else(Vec::new, |file| disks.index.of_file(file));
+        found.retain(|other| *other != id);
+        found
     }
 
     /// Reserves tapdisk's minors for these disks, until they are inserted.
     pub(crate) fn reserve(&self, mut minors: BTreeMap<DiskId, u32>) {
         let disks = self.lock();
-        minors.retain(|id, _| !disks.contains_key(id));
+        minors.retain(|id, _| !disks.all.contains_key(id));
         *self.reserved.lock().unwrap_or_else(PoisonError::into_inner) = minors;
     }
 
@@ -239,11 +282,11 @@ impl Table {
         let stop = Arc::new(Waker::new()?);
         let rests_for = known.and_then(|state| state.rests_for);
         let mut disks = self.lock();
+        let Disks { all, index } = &mut *disks;
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         reserved.remove(&id);
-        let taken = disks.values().map(|entry| entry.minor).chain(reserved.values().copied());
-        let taken: BTreeSet<u32> = taken.collect();
-        let is_free = |minor: &u32| !taken.contains(minor);
+        let others: BTreeSet<u32> = reserved.values().copied().collect();
+        let is_free = |minor: &u32| !index.has_minor(*minor) && !others.contains(minor);
         let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
         let is_unknown = |minor: &u32| is_free(minor) && !is_allocated(*minor);
         let minor = minor.or_else(|| (0..).find(is_unknown)).unwrap_or_default();
@@ -258,6 +301,7 @@ impl Table {
             nbd: None,
             since: SystemTime::now(),
             starts: 0,
+            weak: None,
             errno: None,
             was_open: false,
             rests_for,
@@ -282,15 +326,23 @@ impl Table {
             has_ended: false,
             thread: Some(thread),
         };
-        disks.insert(id, entry);
+        if let Some(older) = all.remove(&id) {
+            index.remove(id, &older);
+        }
+        index.insert(id, &entry);
+        all.insert(id, entry);
         self.changed.notify_all();
         Ok(())
     }
 
     /// Changes a disk's entry.
     pub(crate) fn change(&self, id: DiskId, f: impl FnOnce(&mut Entry)) {
-        if let Some(entry) = self.lock().get_mut(&id) {
+        let mut disks = self.lock();
+        let Disks { all, index } = &mut *disks;
+        if let Some(entry) = all.get_mut(&id) {
+            let before = Seen::of(entry);
             f(entry);
+            index.change(id, before, entry);
             self.changed.notify_all();
         }
     }
@@ -321,12 +373,16 @@ impl Table {
     /// does not block.
     pub(crate) fn reap(&self) -> Vec<DiskId> {
         let mut ended = Vec::new();
-        self.lock().retain(|id, entry| {
-            if entry.has_ended {
-                ended.push((*id, entry.thread.take()));
+        {
+            let mut disks = self.lock();
+            let Disks { all, index } = &mut *disks;
+            for id in index.take_ended() {
+                if let Some(mut entry) = all.remove(&id) {
+                    index.remove(id, &entry);
+                    ended.push((id, entry.thread.take()));
+                }
             }
-            !entry.has_ended
-        });
+        }
         if !ended.is_empty() {
             self.changed.notify_all();
         }
@@ -343,7 +399,7 @@ impl Table {
 
     /// Asks all threads to end.
     pub(crate) fn stop_all(&self) {
-        for entry in self.lock().values_mut() {
+        for entry in self.lock().all.values_mut() {
             entry.ends = true;
             entry.stop.wake();
         }
@@ -369,7 +425,7 @@ impl Table {
     /// # Errors
     /// The disk that already is.
     pub(crate) fn stand_beside(&self, id: DiskId, first: DiskId) -> Result<(), DiskId> {
-        let mut disks = self.lock();
+        let disks = &mut self.lock().all;
         let mut others = disks.iter().filter(|(other, _)| **other != id);
         match others.find(|(_, entry)| entry.beside == Some(first)) {
             Some((other, _)) => Err(*other),
@@ -384,7 +440,7 @@ impl Table {
     pub(crate) fn wake_reason(&self, id: DiskId) -> WakeReason {
         // The lock orders this with the code that wakes.
         let disks = self.lock();
-        let Some(entry) = disks.get(&id).filter(|entry| !entry.ends) else {
+        let Some(entry) = disks.all.get(&id).filter(|entry| !entry.ends) else {
             return WakeReason::End;
         };
         entry.stop.clear();
@@ -412,7 +468,7 @@ impl Table {
         id: DiskId,
         binary: &Path,
     ) -> Result<Vec<DiskId>, Failure> {
-        let mut disks = self.lock();
+        let disks = &mut self.lock().all;
         let Some(entry) = disks.get(&id) else { return Err(detached()) };
         if let Some(first) = entry.beside {
             return Err(Failure {
@@ -450,7 +506,7 @@ impl Table {
         let end = Instant::now() + timeout;
         let mut disks = self.lock();
         loop {
-            if let Some(found) = f(&disks) {
+            if let Some(found) = f(&disks.all) {
                 return Some(found);
             }
             let left = end.checked_duration_since(Instant::now())?;

@@ -6,11 +6,11 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
-use super::protocol::{Response, RpcError, VERSION, code};
+use super::protocol::{RpcError, VERSION, code};
 
 /// The longest response. It may describe all disks of a host.
 const MAX_ANSWER: u64 = 64 << 20;
@@ -74,6 +74,19 @@ impl ClientError {
     }
 }
 
+/// A [`Response`](super::protocol::Response) whose result is of a known type: a list of all disks is read once.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Answer<T> {
+    #[serde(rename = "jsonrpc")]
+    _version: String,
+    result: Option<T>,
+    #[serde(default)]
+    error: Option<RpcError>,
+    #[serde(rename = "id")]
+    _id: Value,
+}
+
 /// Calls a method of the daemon at this socket, and waits for the response for `timeout` at most.
 ///
 /// # Errors
@@ -98,10 +111,9 @@ pub fn call<T: DeserializeOwned>(
     if answer.is_empty() {
         return Err(broken(io::ErrorKind::UnexpectedEof.into()));
     }
-    let response: Response = serde_json::from_str(&answer).map_err(|e| broken(e.into()))?;
-    match response.error {
-        Some(error) => Err(ClientError::Refused(error)),
-        None => serde_json::from_value(response.result.unwrap_or_default())
-            .map_err(|e| broken(e.into())),
+    match serde_json::from_str(&answer).map_err(|e| broken(e.into()))? {
+        Answer { error: Some(error), .. } => Err(ClientError::Refused(error)),
+        Answer { result: Some(result), .. } => Ok(result),
+        Answer { .. } => serde_json::from_value(Value::Null).map_err(|e| broken(e.into())),
     }
 }

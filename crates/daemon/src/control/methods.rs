@@ -23,7 +23,7 @@ use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::pause::Pause;
 use crate::state::DiskId;
-use crate::table::{Entry, Phase};
+use crate::table::{Counts, Entry, Phase};
 use crate::{Shared, Xen, tuning};
 
 /// The names of all methods.
@@ -158,18 +158,16 @@ pub(super) fn reply(result: &impl Serialize) -> Result<Value, RpcError> {
 
 pub(crate) fn status(shared: &Shared) -> Status {
     let no_xen = no_xen(shared);
-    let count = |f: fn(&Phase) -> bool| {
-        shared.table.read(|disks| disks.values().filter(|entry| f(&entry.phase)).count() as u32)
-    };
+    let Counts { served, failed, disks } = shared.table.counts();
     Status {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
         started: seconds(shared.started),
         xen: no_xen.is_none(),
         no_xen,
-        served: count(|phase| *phase == Phase::Served),
-        failed: count(|phase| matches!(phase, Phase::Failed(_))),
-        disks: count(|_| true),
+        served,
+        failed,
+        disks,
     }
 }
 
@@ -208,10 +206,18 @@ fn add_counters(shared: &Shared, disk: &mut Disk) {
 
 /// Adds whether the disk's LUN may forget which host writes to it.
 fn add_fence(shared: &Shared, disk: &mut Disk) {
-    let of_entry = |entry: &Entry| entry.beside;
-    let beside = shared.table.read(|disks| disks.get(&disk.disk).and_then(of_entry));
-    let options = shared.serving.options(beside.unwrap_or(disk.disk));
-    disk.weak = options.is_some_and(|options| options.fence == Fencing::WeakReservation);
+    let (id, known) = shared.table.read(|disks| {
+        let beside = disks.get(&disk.disk).and_then(|entry| entry.beside);
+        let id = beside.unwrap_or(disk.disk);
+        (id, disks.get(&id).and_then(|entry| entry.weak))
+    });
+    // A disk that this daemon has followed is not asked: that takes its keeper, for each disk of the list.
+    disk.weak = known.unwrap_or_else(|| {
+        let options = shared.serving.options(id);
+        let weak = options.map(|options| options.fence == Fencing::WeakReservation);
+        shared.table.change(id, |entry| entry.weak = entry.weak.or(weak));
+        weak.unwrap_or(false)
+    });
 }
 
 /// The counters of a disk, if they can be read.

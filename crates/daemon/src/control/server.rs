@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::methods;
-use super::protocol::{MAX_LINE, Response, RpcError, VERSION, code};
+use super::protocol::{MAX_LINE, RpcError, VERSION, code};
 use crate::Shared;
 use crate::wait::wait_for;
 use ferrite_serve::waker::Waker;
@@ -257,10 +257,11 @@ fn answer_one(shared: &Arc<Shared>, request: Value) -> Option<Value> {
 }
 
 fn respond(id: Value, result: Result<Value, RpcError>) -> Value {
-    let (result, error) = match result {
-        Ok(result) => (Some(result), None),
-        Err(error) => (None, Some(error)),
+    let (name, content) = match result {
+        Ok(result) => ("result", result),
+        Err(error) => ("error", serde_json::to_value(error).unwrap_or_default()),
     };
-    let response = Response { jsonrpc: VERSION.to_owned(), result, error, id };
-    serde_json::to_value(response).unwrap_or_default()
+    // A `Response`. The result is moved and not copied: a list of all disks is long.
+    let fields = [("jsonrpc", VERSION.into()), (name, content), ("id", id)];
+    fields.into_iter().map(|(name, value): (&str, Value)| (name.to_owned(), value)).collect()
 }

@@ -1,14 +1,16 @@
-//! What a keeper's disk needs of its directory in xenstore.
+//! What a keeper's disk needs of its directory in xenstore, and what its keeper says of it.
 
 use std::path::Path;
 
+use ferrite_disk::Fencing;
+use ferrite_keeper::DiskSpec;
 use ferrite_serve::blkif::lifecycle::{Attachment, FollowConfig};
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::Mover;
 use ferrite_xen::store::{Store, StoreError};
 
-use super::not_served;
+use super::{Programs, not_served};
 use crate::{Assignment, Failure};
 
 /// Whether the attachment was not served yet.
@@ -76,4 +78,13 @@ pub(super) fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
     let (domid, devid) = (DomId(disk.guest.domid), disk.guest.devid);
     let (attached, ahead, defers) = (disk.attached.clone(), disk.ahead, disk.defers);
     FollowConfig { backend, domid, devid, offer, attached, ahead, defers }
+}
+
+/// Whether the disk's worker is started with `fence = "weak-reservation"`. To parse all its arguments takes far longer
+/// than to look for this one.
+pub(super) fn is_weak(programs: &dyn Programs, spec: &DiskSpec) -> bool {
+    let weak = Fencing::WeakReservation;
+    let word = weak.to_string();
+    spec.worker.iter().any(|argument| argument.contains(&word))
+        && programs.options(&spec.worker).is_some_and(|options| options.fence == weak)
 }

@@ -15,7 +15,7 @@ use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Phase, WakeReason};
 use crate::unserved::{AllowedStates, End, answer};
 use crate::wait::{Backoff, wait_for};
-use crate::{Assignment, Failure, Step, blktap};
+use crate::{Assignment, Failure, Step};
 
 impl Follower {
     /// Runs until the tap is closed or the daemon stops.
@@ -216,7 +216,7 @@ impl Follower {
         logs::salvage(shared, id);
         motion::end(shared, id);
         shared.taps.passed.forget(id.devid);
-        blktap::unlink(&shared.paths, id);
+        shared.names.unlink(&shared.paths, id);
         let run_dir = shared.paths.run.join(id.file_name());
         if let Err(e) = remove_run_dir(&run_dir) {
             tracing::warn!("cannot remove {} yet: {e}", run_dir.display());

@@ -26,7 +26,7 @@ use crate::params::{Image, Params};
 use crate::pause::Resume;
 use crate::state::{DiskId, DiskState};
 use crate::table::{Entry, Phase};
-use crate::{Failure, Paths, Shared, blktap};
+use crate::{Failure, Paths, Shared};
 
 mod errno;
 mod follow;
@@ -131,16 +131,6 @@ pub(crate) fn is_named(params: &[u8]) -> bool {
     Params::parse(params) == Params::Tap
 }
 
-/// Whether a guest's disk has joined a tap as the first.
-pub(crate) fn has_guest(disks: &BTreeMap<DiskId, Entry>, id: DiskId) -> bool {
-    disks.values().any(|entry| entry.tap.as_ref().is_some_and(|tap| tap.guest == Some(id)))
-}
-
-/// The guests' disks that taps serve.
-pub(crate) fn guests(disks: &BTreeMap<DiskId, Entry>) -> BTreeSet<DiskId> {
-    disks.values().filter_map(|entry| entry.tap.as_ref()?.guest).collect()
-}
-
 /// How a guest's disk has joined a tap.
 pub(crate) enum Joined {
     /// The tap's thread serves it.
@@ -191,7 +181,7 @@ fn empty(shared: &Arc<Shared>, id: DiskId) -> Result<(), Failure> {
     let next = shared.serving.empty(id)?;
     if let (Some(pid), Some(minor)) = (next, id.minor_of_tap()) {
         take_keeper(shared, id, pid);
-        blktap::link(&shared.paths, id, pid, minor);
+        shared.names.link(&shared.paths, id, pid, minor);
     }
     Ok(())
 }
@@ -204,7 +194,7 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
         let Some(minor) = id.minor_of_tap() else { continue };
         let Some(pid) = shared.serving.keeper_of(id) else { continue };
         take_keeper(shared, id, pid);
-        blktap::link(&shared.paths, id, pid, minor);
+        shared.names.link(&shared.paths, id, pid, minor);
     }
     shared.taps.passed.sweep(&shared.paths);
     for state in shared.states.all() {
@@ -228,7 +218,7 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
 
 /// Removes the files of taps that have no keeper and no thread: their keepers were killed while they had no image.
 fn sweep(shared: &Shared) {
-    let mut left: BTreeSet<DiskId> = blktap::linked(&shared.paths).collect();
+    let mut left: BTreeSet<DiskId> = shared.names.linked(&shared.paths).into_iter().collect();
     left.extend(shared.serving.kept_disks());
     for id in left.into_iter().filter(|id| id.is_tap()) {
         let is_attached = shared.taps.lock().contains_key(&id.devid);

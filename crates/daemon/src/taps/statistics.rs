@@ -56,7 +56,7 @@ impl Publishing {
 /// Starts the thread if a guest has joined a tap and it does not run.
 pub(super) fn begin(shared: &Arc<Shared>) {
     let mut runs = shared.taps.publishing.lock();
-    if *runs || !has_guests(shared) {
+    if *runs || !shared.table.has_guests_of_taps() {
         return;
     }
     let thread = std::thread::Builder::new().name("statistics".to_owned());
@@ -67,12 +67,6 @@ pub(super) fn begin(shared: &Arc<Shared>) {
             tracing::warn!("counters are not published for XAPI: cannot start a thread: {e}");
         }
     }
-}
-
-/// Whether a guest has joined a tap.
-fn has_guests(shared: &Shared) -> bool {
-    let has_guest = |entry: &Entry| entry.tap.as_ref().is_some_and(|tap| tap.guest.is_some());
-    shared.table.read(|disks| disks.values().any(has_guest))
 }
 
 /// Writes the files of all joined guests until the last one has left, or the daemon stops.
@@ -99,7 +93,7 @@ fn publish(shared: &Arc<Shared>) {
         }
         // A guest that joins from here on starts the next thread.
         let mut runs = shared.taps.publishing.lock();
-        if open.is_empty() && !has_guests(shared) {
+        if open.is_empty() && !shared.table.has_guests_of_taps() {
             *runs = false;
             return;
         }
