@@ -272,6 +272,7 @@ impl Keepers {
                 Err(e) => {
                     tracing::warn!("the keeper of disk {} is gone: {e}; starting another", disk.id);
                     keeper = self.keeper(disk.id, spec, false)?;
+                    disk.set_weak(is_weak(&*self.programs, spec));
                     keeper.line(None).map_err(|e| failure("have a worker started", &e))?
                 }
             };

@@ -3,13 +3,15 @@
 mod host;
 mod roles;
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::Step;
-use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
+use ferrite_daemon::control::client;
+use ferrite_daemon::control::protocol::{Disks, PhaseName, Upgraded};
 use ferrite_daemon::keepers::Keepers;
 use ferrite_daemon::state::DiskId;
 use ferrite_disk::{Disk, OpenOptions};
@@ -188,6 +190,106 @@ fn nothing_wakes_the_keeper_and_the_worker_of_a_disk_at_rest() {
     front.close(PATIENCE).unwrap();
     end(&host, &[disk], &[keeper]);
     kill(daemon);
+}
+
+#[test]
+fn the_list_of_disks_waits_for_no_process_of_a_disk() {
+    let host = Host::with_guests(4, SMALL);
+    let daemon = host.spawn(None);
+    wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
+    let guests = attach_many(&host, 4);
+    let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(&host, disk)).collect();
+    let workers = keepers.iter().map(|keeper| worker(*keeper).unwrap());
+    let all: Vec<Pid> = keepers.iter().copied().chain(workers).filter_map(Pid::from_raw).collect();
+    let signal = |signal| all.iter().for_each(|pid| kill_process(*pid, signal).unwrap());
+    signal(Signal::STOP);
+    // A keeper that does not answer is given up after twenty seconds.
+    let within = Duration::from_secs(15);
+    let listed: Result<Disks, _> =
+        client::call(&host.paths().control(), "disk.list", &json!({}), within);
+    signal(Signal::CONT);
+    let listed = listed.unwrap().disks;
+    assert_eq!(listed.iter().filter(|disk| disk.phase == PhaseName::Served).count(), 4);
+    end_all(&host, guests);
+    kill(daemon);
+}
+
+/// The threads of a process that work for its disks: not the one that looks at all of them every few seconds.
+fn threads_for_disks(process: u32) -> BTreeSet<String> {
+    let named = |task: std::fs::DirEntry| {
+        let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+        (name != "priorities\n").then(|| task.file_name().into_string().unwrap())
+    };
+    std::fs::read_dir(format!("/proc/{process}/task"))
+        .unwrap()
+        .flatten()
+        .filter_map(named)
+        .collect()
+}
+
+/// How many system calls that take a path or read a directory the threads make that `work` returns, in the meantime.
+/// `None`: there is no strace here.
+fn file_calls(process: u32, folder: &Path, work: impl FnOnce() -> BTreeSet<String>) -> Option<u64> {
+    let log = folder.join("calls");
+    let tracer = Command::new("strace")
+        .args(["-f", "-q", "-e", "trace=%file,getdents64", "-p", &process.to_string(), "-o"])
+        .arg(&log)
+        .spawn()
+        .ok()?;
+    let is_traced = |task: std::fs::DirEntry| {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        !status.contains("TracerPid:\t0\n")
+    };
+    wait_until("the tracer", || {
+        std::fs::read_dir(format!("/proc/{process}/task")).unwrap().flatten().all(is_traced)
+    });
+    let threads = work();
+    kill_process(Pid::from_child(&tracer), Signal::INT).unwrap();
+    tracer.wait_with_output().unwrap();
+    let calls = std::fs::read_to_string(log).unwrap();
+    // A call that another one interrupts has a second line.
+    let is_call = |line: &&str| line.contains('(') && !line.contains(" resumed>");
+    let is_of = |line: &&str| line.split(' ').next().is_some_and(|id| threads.contains(id));
+    Some(calls.lines().filter(is_call).filter(is_of).count() as u64)
+}
+
+/// The [`file_calls`] of the daemon for a disk that is attached, used and detached beside so many others.
+fn file_calls_beside(others: u16) -> Option<u64> {
+    let host = Host::with_guests(u32::from(others) + 1, SMALL);
+    let daemon = host.spawn(None);
+    wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
+    let is_served = |disks| host.status().is_ok_and(|it| it.served == disks && it.disks == disks);
+    let attach_other = |domid| {
+        let disk = attach(&host, domid);
+        wait_until("another disk", || is_served(u32::from(domid) - 1));
+        disk
+    };
+    let guests: Vec<DiskPaths> = (2..others + 2).map(attach_other).collect();
+    let keepers: Vec<i32> = guests.iter().map(|disk| keeper(&host, disk)).collect();
+    let calls = file_calls(daemon.id(), host.dir.path(), || {
+        let disk = attach(&host, 1);
+        wait_until("the disk", || is_served(u32::from(others) + 1));
+        let mut front = host.connect(&disk);
+        works(&mut front, 3);
+        let threads = threads_for_disks(daemon.id());
+        front.close(PATIENCE).unwrap();
+        host.detach(&disk);
+        wait_until("its end", || is_served(others.into()));
+        threads
+    });
+    end(&host, &guests, &keepers);
+    kill(daemon);
+    calls
+}
+
+#[test]
+#[ignore = "it takes long: cargo xtask nightly --only host"]
+fn a_disk_takes_as_many_system_calls_for_files_beside_a_hundred_as_beside_ten() {
+    let (Some(few), Some(many)) = (file_calls_beside(10), file_calls_beside(100)) else { return };
+    assert!(
+        (1..=few + 20).contains(&many),
+        "{many} system calls beside 100 disks, {few} beside 10"
+    );
 }
 
 #[test]

@@ -215,7 +215,9 @@ fn add_fence(shared: &Shared, disk: &mut Disk) {
     disk.weak = known.unwrap_or_else(|| {
         let options = shared.serving.options(id);
         let weak = options.map(|options| options.fence == Fencing::WeakReservation);
-        shared.table.change(id, |entry| entry.weak = entry.weak.or(weak));
+        if weak.is_some() {
+            shared.table.change(id, |entry| entry.weak = entry.weak.or(weak));
+        }
         weak.unwrap_or(false)
     });
 }
