@@ -5,6 +5,8 @@ mod images;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 
+use ferrite_testkit::is_paired;
+
 use images::{MIB, Place};
 
 /// The magic bytes of kinds of files with their offsets, a word that the error has, and the advice of it.
@@ -45,10 +47,10 @@ fn put(place: &Place, at: u64, bytes: &[u8]) {
 fn what_looks_like_an_image_is_raw_only_if_that_is_said() {
     let place = Place::new();
     place.pattern("plain.img", 4 * MIB, &[(0, MIB)]);
-    for (at, bytes, ..) in OTHERS.into_iter().chain(AT_THE_END) {
+    for (kind, (at, bytes, ..)) in OTHERS.into_iter().chain(AT_THE_END).enumerate() {
         put(&place, at, bytes);
         let before = fs::read(place.path("disk")).unwrap();
-        for command in [
+        let commands = [
             &["info", "disk"][..],
             &["map", "disk"],
             &["du", "disk"],
@@ -58,13 +60,17 @@ fn what_looks_like_an_image_is_raw_only_if_that_is_said() {
             &["clone", "disk", "child.qcow2"],
             &["create", "--parent", "disk", "child.vhd"],
             &["resize", "disk", "8M"],
-        ] {
+        ];
+        for (_, command) in commands.iter().enumerate().filter(|(i, _)| is_paired(kind, *i, 4)) {
             let output = place.image(command);
             let text = String::from_utf8(output.stderr).unwrap();
             assert!(!output.status.success(), "{command:?}, {bytes:?}");
             assert!(text.contains("raw:disk"), "{command:?}: {text}");
         }
         assert!(fs::read(place.path("disk")).unwrap() == before);
+        if !is_paired(kind, 0, 4) {
+            continue;
+        }
         place.ok(&["info", "raw:disk"]);
         place.ok(&["convert", "--from", "raw", "--to", "raw", "disk", "copy"]);
         place.ok(&["create", "disk", "4M", "--force"]);
@@ -80,18 +86,21 @@ fn what_is_named_another_format_is_told_what_it_looks_like() {
         // A qcow image of any version is one, and opening it says more.
         let own: &[u8] = if format == "qcow2" { b"QFI" } else { b"conectix" };
         let others = OTHERS.into_iter().chain(AT_THE_END);
-        for (at, bytes, word, advice) in others.filter(|it| !it.1.starts_with(own)) {
+        let others = others.filter(|it| !it.1.starts_with(own)).enumerate();
+        for (kind, (at, bytes, word, advice)) in others {
             put(&place, at, bytes);
             let name = format!("disk.{format}");
             fs::rename(place.path("disk"), place.path(&name)).unwrap();
-            for command in [
+            let commands = [
                 &["info", &name][..],
                 &["check", &name],
                 &["repair", &name],
                 &["repair", "--force", &name],
                 &["convert", &name, "copy.img"],
                 &["resize", &name, "8M"],
-            ] {
+            ];
+            let commands = commands.iter().enumerate().filter(|(i, _)| is_paired(kind, *i, 3));
+            for (_, command) in commands {
                 let text = place.fails(1, command);
                 let is_told = text.contains(&format!("named {format}, and looks like "));
                 assert!(is_told && text.contains(word), "{command:?}: {text}");
@@ -116,11 +125,15 @@ fn what_looks_like_nothing_is_damaged_under_the_name_of_a_format() {
 #[test]
 fn a_fixed_vhd_is_one_whatever_its_guest_has_written() {
     let place = Place::new();
-    for (at, bytes, ..) in OTHERS.into_iter().filter(|(_, bytes, ..)| *bytes != b"conectix") {
+    let others = OTHERS.into_iter().filter(|(_, bytes, ..)| *bytes != b"conectix");
+    for (kind, (at, bytes, ..)) in others.enumerate() {
         place.ok(&["create", "disk.vhd", "4M", "--fixed", "--force"]);
         let file = File::options().write(true).open(place.path("disk.vhd")).unwrap();
         file.write_all_at(bytes, at).unwrap();
         place.ok(&["check", "disk.vhd"]);
+        if !is_paired(kind, 0, 4) {
+            continue;
+        }
         let copy = place.ok(&["convert", "disk.vhd", "raw:copy.img", "--force"]);
         assert!(copy.contains("4 MiB"), "{copy}");
     }

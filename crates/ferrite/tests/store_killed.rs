@@ -22,13 +22,13 @@ use ferrite_serve::waker::Waker;
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::processes::{CHUNK, CHUNKS, Guest, env, go_on, open};
 use ferrite_testkit::rig::config;
-use ferrite_testkit::{PATIENCE, scale, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, wait_until};
 use ferrite_xen::store::Store;
 
 const GUESTS: u32 = 10;
 const DEVID: u32 = 202 << 8;
-/// Kills with each commit.
-const KILLS: u32 = 6;
+/// Kills with each commit, and those of `cargo xtask nightly --only rounds`.
+const KILLS: (u32, u32) = (3, 30);
 
 /// The environment variable with the handles to the guests and to xenstore, one for each connection.
 const HANDLES: &str = "FERRITE_TEST_HANDLES";
@@ -168,7 +168,7 @@ fn ten_guests_on_one_store_have_what_they_were_answered_whenever_it_is_killed() 
     }
     let dir = dir_in_memory();
     let world = World::new(dir.path());
-    let kills = KILLS * scale();
+    let kills = few_or_all(KILLS.0, KILLS.1);
     let mut random = SplitMix64::new(14);
     let mut child = world.spawn();
     // A request is up to half of a chunk.
@@ -200,7 +200,7 @@ fn ten_guests_on_one_store_have_what_they_were_answered_whenever_it_is_killed() 
         child = world.spawn();
     }
     assert!(served > kills / 2 && count_passes(&world.store) >= u64::from(served));
-    guests.iter().for_each(|guest| guest.wait_for(20));
+    guests.iter().for_each(|guest| guest.wait_for(few_or_all(5, 20).into()));
     let stopped: Vec<_> = guests.into_iter().map(Guest::stop).collect();
     child.kill();
     ferrite(&["store", "check", "--deep", "STORE"], &world.store, "");

@@ -4,6 +4,7 @@ mod pooled;
 
 use std::time::{Duration, Instant};
 
+use ferrite_testkit::bytes::runs;
 use ferrite_testkit::nbd_client::command;
 use pooled::{BLOCK, MIB, Model, Pool, STRIPE};
 use rustix::process::Signal;
@@ -27,7 +28,7 @@ fn a_disk_of_stripes_and_copies_keeps_what_is_written() {
         model.turn(&mut client);
     }
     // A long request, and zeros across stripes.
-    let data: Vec<u8> = (0..4 * MIB).map(|i| (i / 511) as u8).collect();
+    let data = runs(4 << 20, 511, |n| n as u8);
     let at = 3 * STRIPE + 512;
     assert_eq!(client.call(command::WRITE, FUA, at as u64, 4 << 20, &data).error, 0);
     model.content[at..at + data.len()].copy_from_slice(&data);

@@ -334,8 +334,10 @@ impl Guest {
             _ => {
                 let data = self.buffer.slice(0, len as usize);
                 let number = self.random.next_u64() | 1;
-                let bytes: Vec<u8> =
-                    (0..len / 8).flat_map(|i| number.wrapping_mul(i | 1).to_le_bytes()).collect();
+                let mut bytes = Vec::with_capacity(len as usize);
+                for i in 0..len / 8 {
+                    bytes.extend_from_slice(&number.wrapping_mul(i | 1).to_le_bytes());
+                }
                 self.queue.memory().copy_in(data, &bytes);
                 format::Disk::write(&*self.disk, &self.queue, offset, data).await
             }

@@ -2,7 +2,7 @@
 
 use ferrite_disk::Format;
 use ferrite_sim::dirty::{Told, tell};
-use ferrite_testkit::rounds;
+use ferrite_testkit::few_or_all;
 
 fn tell_all(format: Format, seeds: u64) -> Told {
     let mut all = Told::default();
@@ -24,7 +24,7 @@ fn tell_all(format: Format, seeds: u64) -> Told {
 #[test]
 fn a_map_names_all_that_differs_from_the_last_backup_after_any_end() {
     for format in [Format::Raw, Format::Vhd, Format::Qcow2] {
-        let seeds = 5 * u64::from(rounds(40));
+        let seeds = u64::from(few_or_all(12, 200));
         let all = tell_all(format, seeds);
         assert!(all.cuts > seeds && all.deaths > seeds / 2, "{all:?}");
         assert!(all.interrupted > seeds / 4 && all.differing > 10 * seeds, "{all:?}");
@@ -34,7 +34,7 @@ fn a_map_names_all_that_differs_from_the_last_backup_after_any_end() {
 
 #[test]
 fn without_a_power_cut_a_map_names_blocks_and_not_whole_regions() {
-    let all = tell_all(Format::Raw, 5 * u64::from(rounds(40)));
+    let all = tell_all(Format::Raw, few_or_all(12, 200).into());
     let (differing, named) = all.kept;
     // A request ends within its last block, and may write what was there.
     assert!(named < 3 * differing, "{differing} blocks differ, {named} are named");

@@ -5,6 +5,7 @@
 // A unit test of the backend has `rig` as a module, for types of its own.
 extern crate self as ferrite_testkit;
 
+pub mod bytes;
 pub mod ceph;
 pub mod devices;
 pub mod errno;
@@ -48,6 +49,17 @@ pub fn scale() -> u32 {
 /// one at least.
 pub fn rounds(full: u32) -> u32 {
     (full * scale()).div_ceil(NIGHT)
+}
+
+/// `few` of something with each commit, and `all` of it by night, where [`scale`] is [`NIGHT`].
+pub fn few_or_all(few: u32, all: u32) -> u32 {
+    if is_night() { all * scale() / NIGHT } else { few * scale() }
+}
+
+/// Whether case `case` of a table of kinds is tried with entry `entry` of another table: all pairs by night, and with
+/// each commit one of `share`, so that each case and each entry has its turn.
+pub fn is_paired(case: usize, entry: usize, share: usize) -> bool {
+    is_night() || (case + entry).is_multiple_of(share)
 }
 
 /// Whether a test has its full [`rounds`].

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use ferrite_loopback::machine::DiskPaths;
-use ferrite_testkit::{PATIENCE, images, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, images, wait_until};
 
 use crate::host::{Host, works};
 use crate::roles::{MIB, attach, end, is_alive, keeper, kill, kill_pid, worker};
@@ -66,6 +66,7 @@ fn files(host: &Host) -> Vec<PathBuf> {
     found
 }
 
+/// Fifty of them with each commit: each way to go once.
 #[test]
 fn a_hundred_disks_that_come_and_go_leave_nothing_whoever_is_killed() {
     const DISKS: u16 = 10;
@@ -76,7 +77,7 @@ fn a_hundred_disks_that_come_and_go_leave_nothing_whoever_is_killed() {
     host.connect(&first).close(PATIENCE).unwrap();
     end(&host, &[first], &[]);
     let before = files(&host);
-    for round in 0..10 {
+    for round in 0..few_or_all(5, 10) {
         let disks: Vec<DiskPaths> = (1..=DISKS).map(|domid| attach(&host, domid)).collect();
         let mut fronts: Vec<_> = disks.iter().map(|disk| host.connect(disk)).collect();
         fronts.iter_mut().for_each(|front| works(front, 7));

@@ -12,7 +12,7 @@ use ferrite_disk::{Disk, Session, open_store};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_store::owned::StoreHandle;
-use ferrite_testkit::{PATIENCE, scale, stores, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, stores, wait_until};
 use serde_json::json;
 
 use crate::host::{self, A_WHILE, Host, id, works};
@@ -73,7 +73,7 @@ fn volumes_of_a_store_have_one_worker_whoever_is_killed_under_load() {
         .map(|(domid, name)| attach_volume(&host, domid, name))
         .into();
     let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
-    for round in 0..8 * scale() {
+    for round in 0..few_or_all(4, 40) {
         loads.iter().for_each(Load::wait_for_progress);
         let keeper = one_keeper(&host, &disks);
         match round % 4 {

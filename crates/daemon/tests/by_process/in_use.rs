@@ -10,7 +10,7 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_image_tools::NewImage;
 use ferrite_loopback::machine::DiskPaths;
-use ferrite_testkit::{images, scale, wait_until};
+use ferrite_testkit::{few_or_all, images, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
@@ -159,7 +159,7 @@ fn a_worker_killed_while_it_changes_headers_leaves_the_old_or_the_new_and_the_ne
     let story = Story::new();
     let kept = keeper(&story.host, &story.disk);
     let mut random = SplitMix64::new(7);
-    for round in 0..8 * scale() {
+    for round in 0..few_or_all(4, 40) {
         let change = match round % 2 {
             0 => story.link(round as usize / 2 % 2),
             _ => Change::Hidden(round as u8),

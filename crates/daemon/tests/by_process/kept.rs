@@ -10,7 +10,7 @@ use ferrite_image_tools::NewImage;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::machine::DiskPaths;
-use ferrite_testkit::{PATIENCE, images, scale, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, images, wait_until};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
@@ -43,7 +43,7 @@ fn workers_keepers_and_daemons_that_are_killed_under_load_are_pauses() {
     let mut daemon = host.spawn(None);
     let disks: Vec<DiskPaths> = (1..=2).map(|domid| attach(&host, domid)).collect();
     let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
-    for round in 0..8 * scale() {
+    for round in 0..few_or_all(4, 40) {
         for load in &loads {
             load.wait_for_progress();
         }

@@ -11,7 +11,7 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::blkif::lifecycle::{Orphan, part};
 use ferrite_serve::waker::Waker;
-use ferrite_testkit::{PATIENCE, images, scale, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, images, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -29,7 +29,7 @@ fn guests_whose_workers_die_without_a_daemon_are_served_on_and_the_next_daemon_f
     let disks = [attach(&host, 1), host.attach(2, 0, &format!("qcow2:{}", image.display()))];
     let loads: Vec<Load> = disks.iter().map(|disk| Load::start(&host, disk)).collect();
     let keepers: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
-    for _ in 0..2 * scale() {
+    for _ in 0..few_or_all(1, 10) {
         kill(daemon);
         for _ in 0..3 {
             keepers.iter().filter_map(|keeper| worker(*keeper)).for_each(kill_pid);

@@ -10,6 +10,7 @@ use ferrite_daemon::control::protocol::Upgraded;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::programs::installed;
 use ferrite_testkit::{images, wait_until};
@@ -117,7 +118,7 @@ fn work(client: &mut Client, from: u64, stop: &AtomicBool, done: &AtomicU64) {
         assert_eq!(reply.error, 0);
         let slot = slots.iter_mut().find(|slot| slot.cookie == reply.cookie).unwrap();
         if slot.asked == command::READ {
-            assert!(reply.data.iter().all(|byte| *byte == slot.stamp), "at {}", slot.from);
+            assert!(are_all(&reply.data, slot.stamp), "at {}", slot.from);
             assert_eq!(reply.data.len(), slot.bytes as usize);
             done.fetch_add(1, Ordering::Relaxed);
             if stop.load(Ordering::Relaxed) {

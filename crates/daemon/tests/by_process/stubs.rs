@@ -10,7 +10,8 @@ use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::blkif::inflight::Table;
-use ferrite_testkit::{PATIENCE, images, scale, wait_until};
+use ferrite_testkit::bytes::are_all;
+use ferrite_testkit::{PATIENCE, few_or_all, images, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -107,7 +108,7 @@ fn read(front: &mut Frontend) -> u8 {
     assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
     let mut data = vec![0; 4096];
     buffer.read(0, &mut data);
-    assert!(data.iter().all(|byte| *byte == data[0]), "a block of several writes");
+    assert!(are_all(&data, data[0]), "a block of several writes");
     data[0]
 }
 
@@ -147,7 +148,7 @@ fn workers_keepers_and_daemons_that_are_killed_under_both_are_pauses() {
     let disks = pair.attach();
     let host = &pair.host;
     let loads = [(&disks[0], 0), (&disks[1], 256)].map(|(disk, from)| Load::from(host, disk, from));
-    for round in 0..8 * scale() {
+    for round in 0..few_or_all(4, 40) {
         loads.iter().for_each(Load::wait_for_progress);
         let of_both = pair.keeper(&disks);
         match round % 4 {

@@ -10,7 +10,7 @@ use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
-use ferrite_testkit::{PATIENCE, images, scale, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, images, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
@@ -130,7 +130,7 @@ fn whoever_is_killed_at_a_step_of_an_upgrade_the_disk_is_the_old_programs_or_the
 fn whoever_is_killed_at_any_moment_of_an_upgrade_the_disk_is_the_old_programs_or_the_new_ones() {
     let mut story = Story::new();
     let mut random = SplitMix64::new(9);
-    for round in 0..24 * scale() as usize {
+    for round in 0..few_or_all(9, 120) as usize {
         let moment = Duration::from_micros(random.below(25_000));
         story.upgrade(round, VICTIMS[round % 3], |victim| {
             std::thread::sleep(moment);

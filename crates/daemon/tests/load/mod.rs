@@ -14,6 +14,7 @@ use std::time::Instant;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::{PATIENCE, wait_until};
 
 use crate::host::Host;
@@ -102,7 +103,7 @@ fn run(
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         let mut data = vec![0; 4096];
         buffer.read(0, &mut data);
-        assert!(data.iter().all(|byte| *byte == stamps[block]), "block {block}");
+        assert!(are_all(&data, stamps[block]), "block {block}");
         stamps[block] = stamps[block].wrapping_add(1);
         buffer.write(0, &[stamps[block]; 4096]);
         queue.write(sector, &buffer, 0, 4096).unwrap();

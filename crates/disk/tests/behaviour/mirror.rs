@@ -11,6 +11,7 @@ use ferrite_disk::{
 };
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_image_tools::NewImage;
+use ferrite_testkit::bytes::first_difference;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_testkit::wait_until;
 use tempfile::TempDir;
@@ -116,8 +117,7 @@ impl Pair {
             }
             all
         });
-        let first = a.iter().zip(&b).position(|(a, b)| a != b);
-        assert_eq!(first, None, "the first byte that differs");
+        assert_eq!(first_difference(&a, &b), None, "the first byte that differs");
     }
 
     /// Changes the target as a death of its host would: what was not flushed is lost.

@@ -47,7 +47,7 @@ fn write(session: &mut Session, cluster: u64, byte: u8) -> io::Result<()> {
 fn assert_is(session: &mut Session, cluster: u64, byte: u8) {
     let mut bytes = vec![0; CLUSTER as usize];
     session.read(cluster * CLUSTER, &mut bytes).unwrap();
-    assert!(bytes.iter().all(|b| *b == byte), "cluster {cluster} is not all {byte}");
+    assert!(bytes == [byte; CLUSTER as usize], "cluster {cluster} is not all {byte}");
 }
 
 /// Writes clusters from the second on until the device is full; the first that does not fit.

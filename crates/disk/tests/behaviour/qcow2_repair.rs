@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::model::{Model, check_clean, compare, name, open, pattern, peek, poke, qemu, tools};
+use ferrite_testkit::is_paired;
 use ferrite_testkit::places::dir_on_disk;
 use tempfile::TempDir;
 
@@ -49,10 +50,12 @@ fn mends(path: &Path, model: &Model) {
 
 #[test]
 fn blocks_of_refcounts_that_are_missing_are_made() {
-    for options in ["cluster_size=64k", "cluster_size=512", "cluster_size=1k,refcount_bits=64"] {
+    let kinds = ["cluster_size=64k", "cluster_size=512", "cluster_size=1k,refcount_bits=64"];
+    for (kind, options) in kinds.into_iter().enumerate() {
         type Which = fn(usize, usize) -> bool;
         let cases: [Which; 4] = [|i, _| i == 0, |i, n| i + 1 == n, |i, _| i % 2 == 1, |_, _| true];
-        for which in cases {
+        let cases = cases.into_iter().enumerate().filter(|(case, _)| is_paired(*case, kind, 2));
+        for (_, which) in cases {
             let dir = dir_on_disk();
             let Some((path, model)) = made(&dir, options) else { return };
             let entries = blocks(&path);

@@ -8,6 +8,7 @@ use std::path::Path;
 use ferrite_disk::ImageName;
 use ferrite_image_tools::Convert;
 use ferrite_images::vhd::NewImage;
+use ferrite_testkit::bytes::first_difference;
 
 use crate::common::vhd::{at, check_by_vhd_util, create, create_sparse, name, parent, peer, queue};
 use crate::common::{MIB, Queue, dir_on_disk, skipped, work};
@@ -316,6 +317,6 @@ fn libvhdi_reads_a_chain_of_ours() {
     // The numbers count from the base.
     let theirs = fs::read(mounted.0.join("vhdi2")).unwrap();
     assert_eq!(theirs.len(), ours.len());
-    let differs = theirs.iter().zip(&ours).position(|(a, b)| a != b);
+    let differs = first_difference(&theirs, &ours);
     assert_eq!(differs, None, "byte {differs:?}");
 }

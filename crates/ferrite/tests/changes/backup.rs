@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_testkit::places::Small;
-use ferrite_testkit::wait_until;
+use ferrite_testkit::{is_night, wait_until};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -153,7 +153,8 @@ fn each_backup_of_a_running_disk_is_restored_as_the_disk_was_at_one_moment() {
         let load = Load::start(&lab.host, &lab.disk);
         let (mut client, _) = lab.client();
         let names = ["one", "two", "three", "four"];
-        for (i, name) in names.into_iter().enumerate() {
+        let names = &names[..if is_night() { 4 } else { 2 }];
+        for (i, name) in names.iter().copied().enumerate() {
             load.wait_for_progress();
             client.write(AT, &[i as u8 + 1; 4096]);
             observed(&lab, name);
@@ -163,7 +164,8 @@ fn each_backup_of_a_running_disk_is_restored_as_the_disk_was_at_one_moment() {
         let list = list(&lab);
         let parents: Vec<Value> =
             list.as_array().unwrap().iter().map(|backup| backup["parent"].clone()).collect();
-        assert_eq!(json!(parents), json!([null, "one", "two", "three"]));
+        let befores = [json!(null), json!("one"), json!("two"), json!("three")];
+        assert_eq!(parents, befores[..names.len()]);
         for name in names {
             is_restored(&lab, name);
         }

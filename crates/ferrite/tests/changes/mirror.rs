@@ -12,7 +12,7 @@ use ferrite_disk::{
 };
 use ferrite_io::engines::test_engine;
 use ferrite_testkit::places::Small;
-use ferrite_testkit::wait_until;
+use ferrite_testkit::{is_night, wait_until};
 use serde_json::json;
 
 use crate::host;
@@ -279,7 +279,8 @@ fn a_disk_moves_to_the_target_although_the_daemon_dies_at_each_step() {
     let mut lab = lab();
     let load = Load::start(&lab.host, &lab.disk);
     let images = ["a.qcow2", "t.qcow2"];
-    for (i, point) in POINTS.into_iter().enumerate() {
+    let points = if is_night() { &POINTS[..] } else { &["paused", "copy", "switch"] };
+    for (i, point) in points.iter().copied().enumerate() {
         let to = images[(i + 1) % 2];
         lab.restart(Some(Step::Job(point)));
         load.wait_for_progress();
@@ -298,7 +299,7 @@ fn a_disk_moves_to_the_target_although_the_daemon_dies_at_each_step() {
         load.wait_for_progress();
     }
     load.end();
-    end_with(lab, images[POINTS.len() % 2]);
+    end_with(lab, images[points.len() % 2]);
 }
 
 /// A server of an image, which is killed when this is dropped.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ferrite_daemon::control::protocol::{Job, JobList, JobPhase, PhaseName};
 use ferrite_host::clock::{Random as _, SplitMix64};
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::programs::qemu_img;
 use ferrite_testkit::{scale, wait_until};
@@ -341,7 +342,7 @@ impl Story {
         let contents = lab.contents(&leaf);
         let clients = &contents[CLIENTS as usize..][..(BLOCKS * BLOCK) as usize];
         for (i, block) in clients.chunks(BLOCK as usize).enumerate() {
-            assert!(block.iter().all(|byte| *byte == stamps[i]), "client's block {i}");
+            assert!(are_all(block, stamps[i]), "client's block {i}");
         }
         chain.sort();
         // What a merge that was cancelled has copied is noted beside the lower end, for the next one.

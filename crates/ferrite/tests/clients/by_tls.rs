@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use ferrite_testkit::nbd::{Client, option};
 use ferrite_testkit::programs::peer;
-use ferrite_testkit::{PATIENCE, places};
+use ferrite_testkit::{PATIENCE, bytes, places};
 use rustix::process::{Signal, kill_process};
 
 use crate::tls::{Export, Outward, Peer, Pki, ferrite, ok, s_client, start_tls};
@@ -23,7 +23,7 @@ fn nbdinfo_and_nbdcopy_read_and_write_a_disk_by_tls() {
     let export = Export::new(&pki, &[]);
     export.serves(&pki, "client");
     let (data, copy) = (pki.path("data"), pki.path("copy"));
-    let bytes: Vec<u8> = (0..48u32 << 20).map(|i| (i / 509 + i % 251) as u8).collect();
+    let bytes = bytes::runs(48 << 20, 509, |n| n as u8);
     fs::write(&data, &bytes).unwrap();
     let uri = export.uri(&pki, "localhost", "client");
     if peer("nbdcopy", &[data.to_str().unwrap(), &uri]).is_none() {
@@ -41,7 +41,7 @@ fn qemu_img_converts_a_disk_by_tls_and_verifies_it() {
     let Some(pki) = Pki::new() else { return };
     let export = Export::new(&pki, &[]);
     let (data, copy) = (pki.path("data"), pki.path("copy"));
-    let bytes: Vec<u8> = (0..8u32 << 20).map(|i| (i / 511 * 3 + 1) as u8).collect();
+    let bytes = bytes::runs(8 << 20, 511, |n| (n * 3 + 1) as u8);
     fs::write(&data, &bytes).unwrap();
     let object = format!(
         "tls-creds-x509,id=t,endpoint=client,dir={},verify-peer=yes",
@@ -406,7 +406,7 @@ fn a_client_of_this_host_reads_and_writes_disks_of_others_servers_by_tls() {
         let mut outward = Outward::to(&pki, "client", "localhost", server.1);
         let client = &mut outward.client;
         assert_eq!(client.go(true).0, 8 << 20, "{program}");
-        let data: Vec<u8> = (0..3u32 << 20).map(|i| (i / 255) as u8).collect();
+        let data = bytes::runs(3 << 20, 255, |n| n as u8);
         client.write(512, &data);
         client.flush();
         assert!(client.read(512, data.len() as u32) == data, "{program}");

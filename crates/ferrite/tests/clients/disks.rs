@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_testkit::places;
 use ferrite_testkit::programs::installed;
+use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -70,6 +71,12 @@ impl Place {
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    /// The names of its files.
+    fn names(&self) -> Vec<String> {
+        let names = fs::read_dir(self.dir.path()).unwrap();
+        names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
     fn text(&self, name: &str) -> String {
@@ -448,8 +455,9 @@ fn after_a_held_write(place: &Place, settings: &str) -> Option<String> {
     let _export = place.export("out", &[&format!("d={}", place.uri("kit", settings))]);
     let out = place.uri("out", "");
     nbdsh_ok(&out, "h.pwrite(b'A' * 512, 0)\nh.pwrite(b'B' * 512, 0)");
-    // The held write has ended by now.
-    std::thread::sleep(Duration::from_secs(4));
+    // Each write has a file while it is under way.
+    let is_under_way = || place.names().iter().any(|name| name.starts_with("held.img."));
+    wait_until("the end of the held write", || !is_under_way());
     let held = fs::read(place.path("held.img")).unwrap();
     Some(String::from_utf8_lossy(&held[..1]).into_owned())
 }

@@ -8,8 +8,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use ferrite_testkit::places;
 use ferrite_testkit::programs::{installed, peer};
+use ferrite_testkit::{bytes, places};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
@@ -112,7 +112,7 @@ fn nbdsh(uri: &str, script: &str) -> bool {
 }
 
 fn data(bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|i| (i / 512 * 7 + i / MIB) as u8 | 1).collect()
+    bytes::runs(bytes, 512, |n| (n * 7 + n * 512 / MIB) as u8 | 1)
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::{PATIENCE, wait_until};
 
 /// Requests at a time.
@@ -107,7 +108,7 @@ fn run(mut front: Frontend, stop: &AtomicBool, done: &AtomicU64, errors: &Atomic
                 let mut data = [0; BLOCK];
                 buffer.read(at * BLOCK, &mut data);
                 let stamps = &mut slot.stamps[slot.block];
-                let is_whole = data.iter().all(|byte| *byte == data[0]);
+                let is_whole = are_all(&data, data[0]);
                 assert!(
                     is_whole && stamps.contains(&data[0]),
                     "slot {at}, block {}: {} is none of {stamps:?}",

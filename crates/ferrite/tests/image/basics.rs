@@ -41,7 +41,7 @@ fn nothing_is_overwritten_without_force() {
 #[test]
 fn a_copy_reads_as_the_source_and_holes_stay_holes() {
     let place = Place::new();
-    place.pattern("a.img", 300 * MIB, &[(0, 5 * MIB + 512), (100 * MIB, 4096), (299 * MIB, MIB)]);
+    place.pattern("a.img", 40 * MIB, &[(0, 5 * MIB + 512), (20 * MIB, 4096), (39 * MIB, MIB)]);
     place.ok(&["convert", "a.img", "b.vhd"]);
     place.ok(&["convert", "b.vhd", "c.img"]);
     assert!(place.same("a.img", "c.img"));

@@ -189,7 +189,8 @@ pub(crate) fn engine() -> String {
 }
 
 fn bytes(offset: u64, len: u64) -> Vec<u8> {
-    (offset..offset + len).map(|at| (at % 251) as u8 + 1).collect()
+    let period: Vec<u8> = (1..=251).collect();
+    ferrite_testkit::bytes::again(&period, offset as usize, len as usize)
 }
 
 /// Writes the state file of an interrupted conversion of one file.

@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
+use ferrite_testkit::bytes::are_all;
 use serde_json::Value;
 
 use crate::images::{MIB, Place, json};
@@ -72,8 +73,10 @@ fn domains_are_made_when_they_are_named() {
     let key = |name: &str| {
         let mut entry = vec![name.len() as u8];
         entry.extend(name.as_bytes());
-        let at = bytes.windows(entry.len()).rposition(|found| found == entry).unwrap();
-        bytes[at - 32..at].to_vec()
+        let blocks = bytes.chunks(4096).rev().filter(|block| !are_all(block, 0));
+        let at = |block: &[u8]| block.windows(entry.len()).rposition(|found| found == entry);
+        let mut found = blocks.filter_map(|block| at(block).map(|at| block[at - 32..at].to_vec()));
+        found.next().unwrap()
     };
     assert!(key("tenant-2").iter().any(|byte| *byte != 0));
     assert_ne!(key("default"), key("tenant-2"));

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
+use ferrite_testkit::bytes;
 use ferrite_testkit::places;
 use ferrite_testkit::programs::peer;
 use rustix::process::{Pid, Signal, kill_process};
@@ -119,7 +120,7 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
     }
     let dir = places::dir_in_memory();
     let dir = dir.path();
-    let image: Vec<u8> = (0..3_000_000u32).flat_map(|i| (i / 700).to_le_bytes()).collect();
+    let image = bytes::words(0..4300, 350);
     std::fs::write(dir.join("a.img"), &image[..11 << 20]).unwrap();
     works(dir, &["store", "create", "s", "--size", "64M"]);
     works(dir, &["image", "convert", "a.img", "store:s#web"]);
@@ -138,8 +139,7 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
 
 /// A store, and an image of 8 MiB without two equal blocks.
 fn store_and_image(dir: &Path, image: &str) {
-    let blocks = (0..2048_u64).flat_map(|i| u64::to_le_bytes(i + 1).repeat(512));
-    std::fs::write(dir.join(image), blocks.collect::<Vec<_>>()).unwrap();
+    std::fs::write(dir.join(image), bytes::words(1..=2048, 512)).unwrap();
     works(dir, &["store", "create", "s", "--size", "64M"]);
 }
 

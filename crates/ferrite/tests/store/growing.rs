@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt as _;
 use std::process::Stdio;
 use std::time::Duration;
 
+use ferrite_testkit::bytes;
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -20,7 +21,7 @@ fn info(place: &Place, key: &str) -> u64 {
 fn a_store_that_is_full_grows_and_takes_more_and_all_commands_know_its_size() {
     let place = Place::new();
     place.store_ok(&["create", "s", "--size", "32M"]);
-    let data: Vec<u8> = (0..40 * MIB / 8).flat_map(|i| (i + 1).to_le_bytes()).collect();
+    let data = bytes::words(1..=40 * MIB / 4096, 512);
     fs::write(place.path("x.raw"), &data).unwrap();
     let text = place.fails(1, &["convert", "x.raw", "store:s#x"]);
     assert!(text.contains("no storage space") || text.contains("No space"), "{text}");

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 
+use ferrite_testkit::bytes;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::wait_until;
 use rustix::process::{Signal, geteuid};
@@ -17,7 +18,7 @@ const EPERM: u32 = 1;
 const EIO: u32 = 5;
 
 fn data(seed: u8, bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|i| (i / 4096 * 7 + i % 251) as u8 ^ seed | 1).collect()
+    bytes::runs(bytes, 97, |n| (n * 7) as u8 ^ seed | 1)
 }
 
 /// A store whose volume `a` is exported. Its snapshot `s1` has 3 MiB of data from 1 MiB on, and the volume others.

@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::process::Command;
 
+use ferrite_testkit::bytes;
 use ferrite_testkit::programs::{installed, peer};
 
 use crate::tls::{Export, Outward, Peer, Pki, ferrite, ok};
@@ -15,7 +16,7 @@ fn programs_with_tls_1_2_only_are_served_and_serve() {
     let Some(pki) = Pki::new() else { return };
     let export = Export::new(&pki, &[]);
     let data = pki.path("data");
-    let bytes: Vec<u8> = (0..8u32 << 20).map(|i| (i / 509 * 5 + 1) as u8).collect();
+    let bytes = bytes::runs(8 << 20, 509, |n| (n * 5 + 1) as u8);
     fs::write(&data, &bytes).unwrap();
     let credentials = |end: &str, folder: &str| {
         let folder = pki.path(folder);

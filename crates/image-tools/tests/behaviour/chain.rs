@@ -8,6 +8,7 @@ use std::time::Duration;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Session};
 use ferrite_image_tools::{MergeCopy, NewImage, Stretch, Verdict};
 use ferrite_simio::SimWorld;
+use ferrite_testkit::bytes::first_difference;
 use tempfile::TempDir;
 
 use crate::common::vhd::at;
@@ -153,10 +154,6 @@ impl Chain {
         let done = work(None, |t| t.coalesce_stretch(leaf, Some(from), Some(to), force));
         done.map(|done| done.notes)
     }
-}
-
-pub(crate) fn first_difference(a: &[u8], b: &[u8]) -> Option<usize> {
-    (a != b).then(|| a.iter().zip(b).position(|(a, b)| a != b)).flatten()
 }
 
 #[track_caller]

@@ -16,6 +16,7 @@ use crate::family::{
     on, open, snapshot,
 };
 use ferrite_host::directory::HostDirectory;
+use ferrite_testkit::few_or_all;
 
 #[test]
 fn a_write_protected_image_is_read_only_for_root_too() {
@@ -477,9 +478,9 @@ fn opening_for_writing_reads_the_head_of_each_image_once_and_nothing_at_a_takeov
         // Opening also reads of locks and loop devices, and other tests have some now and then.
         let more = |options: &OpenOptions| {
             let once = |_| cost(&beside, options) - cost(&alone, options);
-            let mut more: Vec<i64> = (0..41).map(once).collect();
+            let mut more: Vec<i64> = (0..few_or_all(15, 41)).map(once).collect();
             more.sort_unstable();
-            more[20]
+            more[more.len() / 2]
         };
         let for_writing = more(&options());
         assert!((1..=IMAGES).contains(&for_writing), "{format}: {for_writing}");

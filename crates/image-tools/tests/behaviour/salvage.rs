@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions};
 use ferrite_image_tools::{Convert, ImageTools, NewImage, Salvaged};
 use ferrite_simio::{Fault, On, SimWorld};
+use ferrite_testkit::bytes::{first_difference, runs};
 
 use crate::common::vhd::{at, options};
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
@@ -21,7 +22,7 @@ const BYTES: u64 = UNITS * UNIT;
 const TABLE_AT: u64 = 1536;
 
 fn data(unit: u64) -> Vec<u8> {
-    (0..UNIT).map(|i| ((i / 512 + unit * 7) % 250) as u8 + 1).collect()
+    runs(UNIT as usize, 512, |n| ((n as u64 + unit * 7) % 250) as u8 + 1)
 }
 
 fn put(path: &Path, at: u64, bytes: &[u8]) {
@@ -86,7 +87,7 @@ fn salvage_by(tools: &ImageTools<'_>, image: &ImageName, to: PathBuf) -> Salvage
         let bytes = range.start_bytes as usize..(range.start_bytes + range.length_bytes) as usize;
         wanted[bytes].fill(0);
     }
-    let differs = found.iter().zip(&wanted).position(|(a, b)| a != b);
+    let differs = first_difference(&found, &wanted);
     assert_eq!((found.len(), differs), (wanted.len(), None), "{done:?}");
     let listed: u64 = done.ranges.iter().map(|range| range.length_bytes).sum();
     assert_eq!((done.damaged_bytes, done.more_ranges), (listed, 0));

@@ -15,6 +15,7 @@ use crate::common::vhd::{at, options};
 use crate::common::{Loop, MIB, Queue, dir_on_disk, rights};
 use ferrite_host::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
+use ferrite_testkit::bytes::again;
 use ferrite_testkit::images::tools;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
@@ -46,7 +47,7 @@ fn resumed() -> Convert {
 /// A raw disk without zeros, and where a copy of it goes.
 fn source(dir: &TempDir) -> (ImageName, ImageName) {
     let path = at(dir, "a.img");
-    let bytes: Vec<u8> = (0..40 * MIB).map(|at| (at % 251) as u8 + 1).collect();
+    let bytes = again(&(1..=251).collect::<Vec<u8>>(), 0, 40 * MIB as usize);
     fs::write(&path, bytes).unwrap();
     (name(&path), name(&at(dir, "b.vhd")))
 }

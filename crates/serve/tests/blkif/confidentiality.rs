@@ -12,7 +12,7 @@ use ferrite_testkit::errno::{EAGAIN, EIO};
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig, mover};
-use ferrite_testkit::{PATIENCE, images, scale};
+use ferrite_testkit::{PATIENCE, few_or_all, images, scale};
 use ferrite_xen::mover::Mover;
 
 /// Requests in flight of a guest, each with its own part of the disk and of the buffer.
@@ -273,7 +273,7 @@ fn end(tenants: [Tenant; 2]) {
 #[test]
 fn two_guests_see_nothing_of_each_other_or_of_what_was_before() {
     let mut tenants = [Tenant::new(0x40, None), Tenant::new(0x80, None)];
-    for round in 0..6 * scale() {
+    for round in 0..few_or_all(3, 30) {
         alternate(&mut tenants, 12);
         tenants.iter_mut().for_each(Tenant::cut);
         tenants[round as usize % 2].reconnect();

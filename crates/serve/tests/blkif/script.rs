@@ -23,7 +23,7 @@ use ferrite_serve::path::{Admitted, Data, FRONTEND_TOKENS, RequestPath, Ticket};
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
-use ferrite_testkit::{PATIENCE, images};
+use ferrite_testkit::{PATIENCE, few_or_all, images};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -423,7 +423,7 @@ fn a_disk_that_is_parked_and_exchanged_again_and_again_has_all_that_was_answered
     let mut runner = TestRunner::default();
     for format in ["raw"].into_iter().chain(images::FORMATS) {
         let mut parked = 0;
-        while parked < 200 * ferrite_testkit::scale() as usize {
+        while parked < few_or_all(60, 1000) as usize {
             parked += play(format, &clients.new_tree(&mut runner).unwrap().current(), true);
         }
     }

@@ -120,6 +120,7 @@ fn a_client_that_does_not_read_its_answers_holds_nothing_but_its_own() {
 
 /// Memory is freed after five seconds without a request, but not unsent data.
 #[test]
+#[ignore = "nightly: it waits for twelve seconds"]
 fn answers_that_are_read_late_are_what_they_were() {
     let served = Served::new("raw", BYTES, options());
     let mut client = served.client();

@@ -1,5 +1,6 @@
 //! NBD as its clients see it: the negotiation, the results of requests, and the errors.
 
+use ferrite_testkit::bytes::runs;
 use ferrite_testkit::nbd::{
     ACK, Client, Served, command, contexts, info, option, options, request,
 };
@@ -122,7 +123,7 @@ fn what_was_written_is_read_in_one_piece_or_in_many() {
         let served = raw();
         let mut client = served.connect();
         client.go(structured);
-        let data: Vec<u8> = (0..32 * MIB).map(|i| (i / 512 % 251) as u8).collect();
+        let data = runs(32 << 20, 512, |n| (n % 251) as u8);
         client.write(MIB - 512, &data);
         assert!(client.read(MIB - 512, 32 << 20) == data, "structured: {structured}");
         assert_eq!(client.read(0, 512), [0; 512]);

@@ -15,7 +15,7 @@ use ferrite_testkit::nbd::{
     Client, PAYLOAD_LEN, Served, contexts, info, long_request, option, options, request,
 };
 use ferrite_testkit::proc::{Memory, descriptors, threads_named};
-use ferrite_testkit::{PATIENCE, rounds, scale, wait_until};
+use ferrite_testkit::{PATIENCE, few_or_all, wait_until};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -217,13 +217,13 @@ fn relayed(served: &Served) -> impl Fn() -> UnixStream + Sync {
 fn random_bytes_of_clients_are_felt_by_nobody_else() {
     let served = Served::new("raw", BYTES, options());
     let direct = || UnixStream::connect(&served.socket).unwrap();
-    let streams = 100 * scale() * AT_ONCE as u32;
+    let streams = few_or_all(30, 500) * AT_ONCE as u32;
     let gone = || threads_named("nbd-client").is_empty();
     felt_by_nobody(&direct, MOST_KIB, streams, &|| any_stream().boxed());
     wait_until("the end of the witness", gone);
     felt_by_nobody(&relayed(&served), MOST_KIB + RELAY_KIB, streams, &|| any_stream().boxed());
     wait_until("the end of the other witness", gone);
-    felt_by_nobody(&direct, MOST_KIB, rounds(HANDSHAKES), &|| any_handshake().boxed());
+    felt_by_nobody(&direct, MOST_KIB, few_or_all(4_000, HANDSHAKES), &|| any_handshake().boxed());
 }
 
 fn felt_by_nobody(

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_image_tools::ImageTools;
+use ferrite_testkit::bytes::first_difference;
 use ferrite_testkit::images::{self, work};
 
 pub(crate) use ferrite_testkit::images::{name, session as session_of};
@@ -19,15 +20,20 @@ pub(crate) struct Model(pub(crate) BTreeMap<u64, u64>);
 
 /// The bytes of `count` sectors from `first` on that were written with `stamp`.
 pub(crate) fn pattern(first: u64, count: u64, stamp: u64) -> Vec<u8> {
-    (first..first + count).flat_map(|sector| content(mix(sector, stamp))).collect()
+    sectors(first, count, |sector| mix(sector, stamp))
 }
 
 fn mix(sector: u64, stamp: u64) -> u64 {
     (sector + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(stamp << 32 | 1)
 }
 
-fn content(word: u64) -> impl Iterator<Item = u8> {
-    (0..64).flat_map(move |_| word.to_le_bytes())
+/// Sectors that are full of a number each. By the byte it would take most of the time of these tests.
+fn sectors(first: u64, count: u64, word: impl Fn(u64) -> u64) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity((count * SECTOR) as usize);
+    for sector in first..first + count {
+        bytes.extend_from_slice(&word(sector).to_le_bytes().repeat(SECTOR as usize / 8));
+    }
+    bytes
 }
 
 impl Model {
@@ -45,7 +51,7 @@ impl Model {
     /// The bytes of a range of sectors.
     pub(crate) fn bytes(&self, first: u64, count: u64) -> Vec<u8> {
         let word = |sector| self.0.get(&sector).copied().unwrap_or(0);
-        (first..first + count).flat_map(|sector| content(word(sector))).collect()
+        sectors(first, count, word)
     }
 }
 
@@ -74,7 +80,7 @@ pub(crate) fn compare(session: &mut Session, model: &Model) {
         session.read(start * SECTOR, &mut bytes).unwrap();
         let wanted = model.bytes(start, count);
         if bytes != wanted {
-            let at = bytes.iter().zip(&wanted).position(|(a, b)| a != b).unwrap();
+            let at = first_difference(&bytes, &wanted).unwrap();
             panic!("sector {} differs", start + at as u64 / SECTOR);
         }
         from = start + count;

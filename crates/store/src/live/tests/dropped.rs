@@ -116,7 +116,7 @@ fn a_pass_that_ends_with_its_queue_at_any_step_has_lost_nothing() {
     let mut steps = 0;
     while drop_at(Work::Pass, steps, steps % 3 == 0) {
         drop_at(Work::Pass, steps, steps % 3 == 1);
-        steps += if is_night() { 1 } else { 4 };
+        steps += if is_night() { 1 } else { 10 };
     }
     assert!(steps > 60, "{steps}");
 }

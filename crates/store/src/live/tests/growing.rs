@@ -145,7 +145,7 @@ fn after_an_end_at_any_write_the_store_has_its_old_size_or_the_new_one() {
     for power in [true, false] {
         let (mut old, mut new) = (0, 0);
         // Death loses nothing that was written, so fewer moments are enough.
-        for stop in (1..).step_by(if is_night() { 1 } else { 7 - 4 * usize::from(power) }) {
+        for stop in (1..).step_by(if is_night() { 1 } else { 13 - 6 * usize::from(power) }) {
             let machine = Story::new(stop, None).machine;
             let mut process = Process::of(&machine).unwrap();
             process.resize_v0();

@@ -365,7 +365,7 @@ async fn write_late(
 fn a_death_behind_writes_in_a_pass_is_survived_whatever_numbers_they_got() {
     let (machine, mut process) = with_all_numbers_given();
     let mut value = 1 << 40;
-    for delay in (0..400).step_by(if is_night() { 4 } else { 20 }) {
+    for delay in (0..400).step_by(if is_night() { 4 } else { 40 }) {
         write_everywhere(&mut process, delay, value);
         value += BLOCKS;
         let volume = process.volume("v0");
@@ -386,7 +386,7 @@ fn a_death_behind_writes_in_a_pass_is_survived_whatever_numbers_they_got() {
 fn writers_have_numbers_at_any_time_of_a_pass() {
     let (_machine, mut process) = with_all_numbers_given();
     let mut value = 1 << 40;
-    for delay in (0..400).step_by(if is_night() { 4 } else { 20 }) {
+    for delay in (0..400).step_by(if is_night() { 4 } else { 40 }) {
         write_everywhere(&mut process, delay, value);
         value += BLOCKS;
         let volume = process.volume("v0");
