@@ -47,7 +47,7 @@ const HELPER: [&str; 4] = ["ferrite-helper", "ferrite-host", "ferrite-nbd", "fer
 const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 
 /// The backend's tests that move data.
-const DATA: &[&str] = &["data", "takeover"];
+pub(crate) const DATA: &[&str] = &["data", "takeover"];
 
 /// Runs all checks, the quickest ones first.
 pub(crate) fn run() -> Vec<Outcome> {
@@ -62,18 +62,26 @@ pub(crate) fn run() -> Vec<Outcome> {
         Ok(())
     }));
     let Some(programs) = programs else { return outcomes };
-    outcomes.push(check("tests", || tests(&programs)));
+    let mut sanitized = None;
     std::thread::scope(|scope| {
+        // Tests leave a part of the processors idle.
         let beside = scope.spawn(|| {
             [
                 check("links of the product and of the tasks", product_links_no_tests),
                 check("licences, bans, sources", licences),
                 check("documentation", documentation),
+                check("build the tests for AddressSanitizer", || {
+                    sanitized = Some(sanitizer::build(spare_cargo())?);
+                    Ok(())
+                }),
             ]
         });
-        outcomes.push(check("tests under AddressSanitizer", sanitizer::of_unsafe_crates));
+        outcomes.push(check("tests", || tests(&programs)));
         outcomes.extend(beside.join().expect("checks that do not panic"));
     });
+    if let Some(sanitized) = sanitized {
+        outcomes.push(check("tests under AddressSanitizer", || sanitizer::run(&sanitized, 1)));
+    }
     outcomes
 }
 
@@ -88,28 +96,33 @@ fn clippy() -> Result<()> {
     logged("clippy", &mut clippy)
 }
 
+/// `cargo`, with the processors' time that nothing else asks for.
+fn spare_cargo() -> Command {
+    let cargo = cargo();
+    let mut spare = Command::new("chrt");
+    spare.args(["--idle", "0"]).arg(cargo.get_program()).current_dir(steps::repository());
+    spare
+}
+
 fn documentation() -> Result<()> {
-    let mut doc = cargo();
+    let mut doc = spare_cargo();
     doc.args(["doc", "--locked", "--workspace", "--no-deps"]);
     logged("doc", doc.env("RUSTDOCFLAGS", "-Dwarnings"))
 }
 
-/// Every test on io_uring, and those that move data on Linux AIO and with the other movers.
+/// Every test on io_uring, and those that move data on Linux AIO and by persistent grants. The night has them by mapped
+/// grants, too, and all successions on Linux AIO.
 fn tests(programs: &Programs) -> Result<()> {
     // The peers were installed: a test that cannot find one fails.
     let uring = |test: &mut Command| {
         test.env("FERRITE_TEST_REQUIRE_PEERS", "1");
     };
-    let map = |test: &mut Command| {
-        test.env("FERRITE_TEST_MOVER", "map");
-    };
     let persistent = |test: &mut Command| {
         test.env("FERRITE_TEST_MOVER", "persistent");
     };
     let mut runs = programs.every("tests", &uring);
-    runs.extend(programs.some("mover-map", "serve", DATA, &map)?);
     runs.extend(programs.some("mover-persistent", "serve", DATA, &persistent)?);
-    runs.extend(programs.some("aio", "serve", DATA, &on_aio)?);
+    runs.extend(programs.some("aio", "serve", &["data"], &on_aio)?);
     let result = run_each(runs, steps::cpus());
     times::show()?;
     result?;

@@ -4,17 +4,22 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::fast_checks::{logged, on_aio};
+use crate::fast_checks::{DATA, logged, on_aio};
 use crate::needs;
 use crate::programs::{Programs, run_each};
 use ferrite_xenhost::packages;
 use ferrite_xenhost::steps::{self, cargo};
 
-/// The tests of the disks, the backend and the programs, on the engine of kernels without io_uring.
+/// The tests of the disks, the backend and the programs, on the engine of kernels without io_uring, with twice the rounds
+/// of a commit.
 pub(crate) fn tests_on_aio() -> Result<()> {
     let programs = Programs::build(&[])?;
     let packages = ["disk-base", "images", "store", "disk", "image-tools", "serve", "ferrite"];
-    let mut runs = programs.of_packages("aio", &packages, &on_aio);
+    let twice = |test: &mut Command| {
+        on_aio(test);
+        test.env("FERRITE_TEST_SCALE", "2");
+    };
+    let mut runs = programs.of_packages("aio", &packages, &twice);
     // Of the lab's tests the engine matters only to those of the bench.
     runs.extend(programs.some("aio", "lab", &["bench"], &on_aio)?);
     run_each(runs, steps::cpus())
@@ -62,14 +67,22 @@ pub(crate) fn all_rounds() -> Result<()> {
         test.env("FERRITE_TEST_REQUIRE_PEERS", "1").env("FERRITE_TEST_SCALE", "5");
     };
     let mut runs = programs.every("rounds", &all);
-    // What a guest can use up, by the movers that keep pages mapped. Each commit has that with copies.
+    // Data, successions and what a guest can use up, by the movers that keep pages mapped. Each commit has that with
+    // copies, and the first two by persistent grants.
     let [map, persistent] = ["map", "persistent"].map(|mover| {
         move |test: &mut Command| {
             test.env("FERRITE_TEST_MOVER", mover);
         }
     });
-    runs.extend(programs.some("mover-map", "serve", &["limits"], &map)?);
-    runs.extend(programs.some("mover-persistent", "serve", &["limits"], &persistent)?);
+    let moved = [DATA, &["limits"]].concat();
+    // Tests that wait for the server's own times.
+    let waits = |test: &mut Command| {
+        all(test);
+        test.arg("--ignored");
+    };
+    runs.extend(programs.some("rounds-ignored", "serve", &["nbd"], &waits)?);
+    runs.extend(programs.some("mover-map", "serve", &moved, &map)?);
+    runs.extend(programs.some("mover-persistent", "serve", &moved, &persistent)?);
     run_each(runs, steps::cpus())
 }
 

@@ -70,7 +70,8 @@ impl Proof {
                 run_logged(&mut test, &build).context("it does not compile")?;
                 let mut test = copy.cargo();
                 test.args(["test", "--locked", "--package", package]).args(target);
-                test.args(["--", "--exact", name]);
+                // All rounds: those of a commit need not meet each mutant.
+                test.args(["--", "--exact", name]).env("FERRITE_TEST_SCALE", "5");
                 let end = limited(&mut test, &run, stop)?;
                 let text = fs::read_to_string(&run)?;
                 Ok(match end {
