@@ -67,7 +67,7 @@ impl Openings {
             let mut state = self.lock();
             let turn = match self.has_room(&mut state) && state.waiting.is_empty() {
                 true => None,
-                // Without descriptors nobody is to wait for them here.
+                // A process without free descriptors opens the disk at once: it could not be woken.
                 false => Waker::new().ok().map(Arc::new),
             };
             let Some(turn) = turn else {

@@ -39,7 +39,7 @@ impl Seen {
     }
 }
 
-/// The disks by what is asked of them.
+/// The disks by minor, guest, file, and whether their thread has ended.
 #[derive(Debug, Default)]
 pub(super) struct Index {
     counts: Counts,

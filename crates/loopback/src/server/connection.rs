@@ -82,14 +82,14 @@ impl Connection {
         self.socket.as_fd()
     }
 
-    /// What is waited for.
+    /// The events that the connection waits for.
     pub(super) fn interest(&self) -> EventFlags {
         let input = if self.wants_input() { EventFlags::IN } else { EventFlags::empty() };
         let output = if self.has_output() { EventFlags::OUT } else { EventFlags::empty() };
         input | output
     }
 
-    /// What is waited for from here on, if it is not the same as before.
+    /// The events that it waits for from here on, if they have changed.
     pub(super) fn new_interest(&mut self) -> Option<EventFlags> {
         let now = self.interest();
         (std::mem::replace(&mut self.waited_for, now) != now).then_some(now)
