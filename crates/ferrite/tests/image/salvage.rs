@@ -1,10 +1,11 @@
 //! `ferrite image convert --salvage`, and disks that are served read-only in spite of damage.
 
 use std::fs::{self, File};
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
+use std::thread::JoinHandle;
 
 use ferrite_testkit::nbd::{Client, command};
 
@@ -21,7 +22,8 @@ fn damaged() -> Place {
     place.ok(&["convert", "a.img", "c.vhd"]);
     place.ok(&["convert", "a.img", "c.qcow2"]);
     let open = |name| File::options().read(true).write(true).open(place.path(name)).unwrap();
-    open("c.vhd").write_all_at(&[0, 0, 0x10, 0], 1536 + 3 * 4).unwrap();
+    // Behind the end of the file, and over no other block: which block a copy writes first is not fixed.
+    open("c.vhd").write_all_at(&[0x10, 0, 0, 0], 1536 + 3 * 4).unwrap();
     let file = open("c.qcow2");
     let number = |at| {
         let mut bytes = [0; 8];
@@ -102,13 +104,15 @@ fn a_salvage_of_an_image_in_order_is_a_copy() {
     }
 }
 
-/// A server that ends with the test.
-struct Export(Child);
+/// A server that ends with the test, and what it says after its beginning: shown if the test fails.
+struct Export(Child, Option<JoinHandle<String>>);
 
 impl Drop for Export {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+        let said = self.1.take().and_then(|log| log.join().ok());
+        eprintln!("{}", said.unwrap_or_default());
     }
 }
 
@@ -121,8 +125,12 @@ fn export(place: &Place, image: &str, more: &[&str]) -> (Export, String) {
     let mut said = String::new();
     while !said.contains("listening at") && log.read_line(&mut said).unwrap() > 0 {}
     // So that its pipe is never full.
-    std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-    (Export(child), said)
+    let rest = std::thread::spawn(move || {
+        let mut rest = String::new();
+        let _ = log.read_to_string(&mut rest);
+        rest
+    });
+    (Export(child, Some(rest)), said)
 }
 
 #[test]
