@@ -201,5 +201,6 @@ pub(crate) fn remotes() -> Result<()> {
 pub(crate) fn host() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite-daemon", "--test", "many"]);
-    steps::run(test.args(["--", "--include-ignored", "--nocapture"]))
+    test.args(["--", "--include-ignored", "--nocapture"]);
+    steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }

@@ -30,7 +30,7 @@ pub(crate) struct Openings {
 struct State {
     /// When each opening began.
     open: BTreeMap<DiskId, Instant>,
-    /// Those that wait, the next one first. Only that one is woken: a thousand may wait.
+    /// The disks that wait, the next one first. Only that one is woken: a thousand may wait.
     waiting: VecDeque<Arc<Waker>>,
 }
 

@@ -10,11 +10,11 @@ use crate::state::DiskId;
 /// How many disks there are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
-    /// All of them.
+    /// Number of all disks.
     pub(crate) disks: u32,
-    /// Those that are served.
+    /// Number of disks that are served.
     pub(crate) served: u32,
-    /// Those that cannot be served now.
+    /// Number of disks that cannot be served now.
     pub(crate) failed: u32,
 }
 
@@ -146,7 +146,7 @@ mod tests {
         table.insert(id, Some(image), Some(&state), |_| false, start).unwrap();
     }
 
-    /// The same as the index says, by a walk over all disks.
+    /// What an index has to say of these disks, found by a walk over all of them.
     fn check(table: &Table) {
         let counts = table.read(|disks| {
             let count = |is: fn(&Phase) -> bool| {

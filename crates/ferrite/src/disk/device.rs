@@ -132,7 +132,7 @@ pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
     }
     let name = args.disk.as_deref().unwrap_or_default();
     let what = format!("cannot make a device of {}", one_line(&name.to_string_lossy()));
-    let by = args.by.unwrap_or_else(Driver::chosen);
+    let mut by = args.by.unwrap_or_else(Driver::chosen);
     let mut asked = AddDeviceParams {
         disk: None,
         image: None,
@@ -149,7 +149,14 @@ pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
     if args.load {
         load(by)?;
     }
-    let done: DeviceRow = call(run, "device.add", &asked, CHANGE).map_err(|e| failed(&what, &e))?;
+    let mut added = call::<DeviceRow>(run, "device.add", &asked, CHANGE);
+    if let (Err(ClientError::Refused(_)), Driver::Ublk, None) = (&added, by, args.by) {
+        // A worker of before does not know this driver, nor has each kernel's all features. Why both refuse, the first says.
+        asked.by = None;
+        by = Driver::Nbd;
+        added = call(run, "device.add", &asked, CHANGE).or(added);
+    }
+    let done = added.map_err(|e| failed(&what, &e))?;
     if by == Driver::Ublk {
         show_partitions(&done.device);
     }
