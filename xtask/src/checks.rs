@@ -70,7 +70,7 @@ const OF_THE_HOST: [&str; 6] = ["--test", "on_xen", "--test", "processes", "--te
 
 /// The package for hosts with the program of the workspace's tests or the release one, and the tests of the hypervisor's
 /// and the store's interfaces, which need a dom0 but no guest.
-fn programs_of_the_host(as_shipped: bool) -> Result<Vec<Program>> {
+pub(crate) fn programs_of_the_host(as_shipped: bool) -> Result<Vec<Program>> {
     let programs = step("build the programs of the Xen host", || Programs::build(&OF_THE_HOST))?;
     let ferrite = match as_shipped {
         true => release::build_ferrite()?.file,

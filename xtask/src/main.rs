@@ -33,6 +33,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use ferrite_xenhost::{self as xenhost, packages, steps};
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Builds, demonstrates and tests Ferrite.
@@ -59,6 +60,14 @@ enum Task {
         /// `cargo xtask bench --help` lists them.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
+    },
+    /// The part `krbd` of `nightly`, in its network namespace.
+    #[command(hide = true)]
+    Krbd {
+        /// The program that starts a cluster.
+        cluster: PathBuf,
+        /// The package for domain 0.
+        package: PathBuf,
     },
     /// Make the packages for hosts: a tar and a Debian package.
     Dist(dist::DistArguments),
@@ -113,6 +122,9 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Mutants(arguments) => mutants::mutants(&arguments),
         Task::Nightly(arguments) => nightly::nightly(&arguments),
         Task::Bench { arguments } => compare(&arguments),
+        Task::Krbd { cluster, package } => {
+            xentests::krbd::test_here(&cluster, package).map(|()| ExitCode::SUCCESS)
+        }
         Task::Dist(arguments) => dist::dist(&arguments).map(|()| ExitCode::SUCCESS),
         Task::Xenhost(XenHostTask::Build { suite }) => {
             packages::ensure(&[packages::XEN_HOST])?;

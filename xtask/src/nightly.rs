@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use clap::ValueEnum as _;
 
 use crate::outcome::{Outcome, check, summary};
+use crate::xentests::krbd;
 use crate::{
     checks, dist, fuzz, mutants, needs, night_checks, peers, powercuts, sanitizer, truth, upgrade,
     vhost,
@@ -65,6 +66,8 @@ enum Part {
     Remotes,
     /// Disks on a Ceph cluster of three OSDs, whose processes are killed.
     Rbd,
+    /// A guest on Xen whose disk is an image of a Ceph cluster by domain 0's kernel.
+    Krbd,
     /// Disks of pools: histories of their rules, and real servers that are cut off.
     Pool,
     /// Two hundred disks on one host: attached at once, beside ten that hang, and upgraded.
@@ -141,6 +144,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Taps => night_checks::random_taps(),
         Part::Remotes => night_checks::remotes(),
         Part::Rbd => night_checks::rbd(),
+        Part::Krbd => krbd::test(),
         Part::Pool => night_checks::pool(),
         Part::Host => night_checks::host(),
         Part::Peers => peers::test(cases),

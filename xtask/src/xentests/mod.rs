@@ -14,6 +14,7 @@ pub(crate) mod guests;
 mod host;
 mod hvm;
 mod images;
+pub(crate) mod krbd;
 mod lifecycle;
 mod media;
 mod net;

@@ -12,12 +12,12 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// fio in the guest, which reads what it has written.
-const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
+pub(super) const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
      fio --name=shared --filename=/dev/xvdb --size=48m --ioengine=libaio --direct=1 --rw=randrw --bs=4k-64k \
      --iodepth=16 --fsync=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based \
      --runtime=40 --minimal";
 
-const KILL_WORKER: &str = "kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)";
+pub(super) const KILL_WORKER: &str = "kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)";
 
 /// Two resources of one host, each the other's peer, by drbdsetup: drbdadm takes no host for two. The second one's device is what
 /// another host would have.
