@@ -20,9 +20,11 @@ pub(super) const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
 pub(super) const KILL_WORKER: &str = "kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)";
 
 /// Two resources of one host, each the other's peer, by drbdsetup: drbdadm takes no host for two. The second one's device is what
-/// another host would have.
+/// another host would have. DRBD asks a program before it synchronises, and gives up the
+/// connection if that fails: drbdadm does, as no file has these resources. The rate of a synchronisation is fixed, since DRBD begins with
+/// 250 KiB/s.
 const DRBD_UP: &str = "
-modprobe drbd
+modprobe drbd usermode_helper=disabled
 ip link set lo up
 for i in 1 2; do
     p=$((3 - i))
@@ -31,7 +33,7 @@ for i in 1 2; do
     drbdmeta --force $i v08 /dev/loop$((i + 40)) internal create-md
     drbdsetup new-resource copy$i
     drbdsetup new-minor copy$i $i 0
-    drbdsetup attach $i /dev/loop$((i + 40)) /dev/loop$((i + 40)) internal
+    drbdsetup attach $i /dev/loop$((i + 40)) /dev/loop$((i + 40)) internal --c-plan-ahead=0 --resync-rate=200M
     drbdsetup connect copy$i ipv4:127.0.0.1:778$i ipv4:127.0.0.1:778$p --protocol=C
 done
 drbdsetup primary 1 --force
