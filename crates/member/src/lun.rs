@@ -67,6 +67,7 @@ pub(crate) struct OpenLun {
     has_failed: AtomicBool,
     /// The key by which it is reserved. 0: it is not yet.
     key: AtomicU64,
+    /// Since when, by this process.
     hold: Mutex<LunHold>,
     opened: Instant,
 }
