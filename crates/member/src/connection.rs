@@ -10,7 +10,7 @@ use ferrite_nbd::wire;
 use ferrite_pool::wire::{
     Extent, Greeting, HEADER_BYTES, Header, Kind, MAX_HASHED, MAX_NAME, MAX_PAYLOAD, OPTION,
 };
-use ferrite_pool::{ConnId, Generation};
+use ferrite_pool::{ConnId, Generation, OwnerId};
 use rustix::io::Errno;
 
 use crate::Fault;
@@ -150,7 +150,8 @@ fn requests(
                 link.answer(Header { kind: Kind::Done, payload: 0, ..header }, Vec::new(), None);
             }
             (Kind::Open, None) => {
-                let opened = extent().and_then(|e| shared.copy(&e, Generation(header.start)));
+                let (generation, owner) = (Generation(header.start), OwnerId(header.len));
+                let opened = extent().and_then(|e| shared.copy(&e, generation, owner));
                 match opened.map_err(end)? {
                     Opened::Copy(opened) => {
                         *copy = Some(opened.clone());

@@ -273,6 +273,10 @@ impl Copy {
         let mut inner = self.lock();
         loop {
             let Some(job) = inner.jobs.pop_front() else {
+                if self.medium.has_failed() {
+                    inner.threads -= 1;
+                    return;
+                }
                 inner.idle += 1;
                 let (guard, waited) =
                     self.more.wait_timeout(inner, IDLE).unwrap_or_else(PoisonError::into_inner);
@@ -409,6 +413,7 @@ impl Copy {
                 inner.forget(conn);
                 let ended = inner.machine.ended(conn);
                 self.carry_out(inner, ended);
+                self.more.notify_all();
                 inner.machine.done(conn, op)
             }
         };
@@ -432,6 +437,7 @@ impl Copy {
                     fail(link, op.0, &fault);
                 }
                 inner.forget(conn);
+                self.more.notify_all();
                 inner.machine.ended(conn)
             }
         };

@@ -5,9 +5,9 @@
 //! the rules are those of a server: the generation, the dirty regions and what the copy lacks are where the data are.
 //!
 //! The LUN stays reserved when its owner has ended, until the next one seizes it. What differs:
-//! * R1: `Open` looks at the stored generation, seizes the LUN, and looks again. Nothing that older owners have sent is executed
-//!   afterwards: their registrations are preempted, and their commands aborted. An owner of another host has no server that would end
-//!   its session: it may answer reads as long as it relies on its last confirmation, and so long `Open` waits.
+//! * R1: `Open` looks at the stored generation, seizes the LUN, and looks again ([`LunOpening`]). Nothing that older owners have
+//!   sent is executed afterwards: their registrations are preempted, and their commands aborted. An owner of another host has no
+//!   server that would end its session: it may answer reads as long as it relies on its last confirmation, and so long `Open` waits.
 //! * R5: a session is confirmed by the LUN: the owner asks it for the key that holds its reservation.
 //! * R10: each write is on the LUN's medium when it is answered, so no memory is lost with a host or a target.
 
@@ -15,12 +15,12 @@ use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use ferrite_host::fence::{self, Direct, Refusal, Terms};
 use ferrite_pool::wire::{BLOCK_BYTES, Extent, RANGE_UNIT, range_bytes, region_bytes};
-use ferrite_pool::{DRIFT, Generation, TRUST};
+use ferrite_pool::{DRIFT, Generation, LunHold, LunOpening, LunStep, OwnerId, Rules, TRUST};
 use rustix::io::Errno;
 
 use crate::Fault;
@@ -67,8 +67,9 @@ pub(crate) struct OpenLun {
     has_failed: AtomicBool,
     /// The key by which it is reserved. 0: it is not yet.
     key: AtomicU64,
-    /// Until then the owner of another host may answer reads.
-    alone_from: Mutex<Option<Instant>>,
+    /// Since when, by this process.
+    hold: Mutex<LunHold>,
+    opened: Instant,
 }
 
 impl OpenLun {
@@ -95,6 +96,15 @@ impl OpenLun {
             true => Ok(()),
             false => Err(io::Error::other("another host has taken the LUN")),
         }))
+    }
+
+    fn hold(&self) -> MutexGuard<'_, LunHold> {
+        self.hold.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nanoseconds since it was opened.
+    fn now(&self) -> u64 {
+        self.opened.elapsed().as_nanos() as u64
     }
 
     pub(crate) fn has_failed(&self) -> bool {
@@ -129,32 +139,32 @@ impl LunStore {
     /// Opens the LUN, and sees that it is the pool's. It is seized when a copy is opened.
     pub(crate) fn open(name: &LunName, terms: Terms) -> Result<LunStore, Fault> {
         let what = format!("cannot open the LUN {}", name.server);
-        let device = fence::find(&name.wwid, &name.device).ok_or_else(|| {
+        let path = fence::find(&name.wwid, &name.device).ok_or_else(|| {
             let why = format!("this host has no LUN {}", name.wwid);
             let help = "log in to its target: iscsiadm -m node --login, nvme connect";
             Fault::new(&what, why, help).with(Errno::NODEV)
         })?;
-        let opened = Direct::open(&device, &name.wwid).map_err(|e| {
+        let device = Direct::open(&path, &name.wwid).map_err(|e| {
             let help = match e.kind() {
                 io::ErrorKind::ResourceBusy | io::ErrorKind::WouldBlock => {
                     "a process of this host has it: end it"
                 }
                 _ => "see the LUN and its paths: multipath -ll",
             };
-            Fault::new(&what, format!("{}: {e}", device.display()), help).with(Errno::BUSY)
+            Fault::new(&what, format!("{}: {e}", path.display()), help).with(Errno::BUSY)
         })?;
         let mut bytes = vec![0; HEAD_BYTES];
-        opened
+        device
             .read(&mut bytes, 0)
             .map_err(|e| Fault::new(&what, e, "see the LUN and its paths: multipath -ll"))?;
         if bytes != head(&name.pool, &name.id) {
-            let why = format!("{} does not say that it is this pool's", device.display());
+            let why = format!("{} does not say that it is this pool's", path.display());
             let help = "ferrite pool status shows the LUNs; replace its copies";
             return Err(Fault::new(&what, why, help).with(Errno::STALE));
         }
         let (has_failed, key) = (AtomicBool::new(false), AtomicU64::new(0));
-        let alone_from = Mutex::new(None);
-        let held = Arc::new(OpenLun { device: opened, has_failed, key, alone_from });
+        let (hold, opened) = (Mutex::default(), Instant::now());
+        let held = Arc::new(OpenLun { device, has_failed, key, hold, opened });
         Ok(LunStore { name: name.clone(), held, terms, ranges: HashMap::new() })
     }
 
@@ -206,14 +216,15 @@ impl LunStore {
         &self,
         extent: &Extent,
         generation: Generation,
+        owner: OwnerId,
     ) -> Result<Opened, Fault> {
         let what = format!("cannot open the copy {} on the LUN {}", extent.name, self.name.server);
         let start = self.start(&what, extent)?;
+        let fault = |e: io::Error| Fault::new(&what, e, "see the LUN and its paths: multipath -ll");
+        let refused = |why: &str| Fault::new(&what, why, "replace this copy").with(Errno::STALE);
+        let unread = || refused("its state was not read");
+        let medium = Medium::Range { lun: self.held.clone(), start };
         let look = || {
-            let fault =
-                |e: io::Error| Fault::new(&what, e, "see the LUN and its paths: multipath -ll");
-            let refused =
-                |why: &str| Fault::new(&what, why, "replace this copy").with(Errno::STALE);
             let slot = self.state(start).map_err(fault)?;
             let slot = slot.ok_or_else(|| refused("its state is damaged, or was never written"))?;
             let fixed = &slot.fixed;
@@ -226,19 +237,43 @@ impl LunStore {
                 false => Err(refused(&format!("another copy is there, {}", hex(&fixed.id)))),
             }
         };
-        // Before, so that an owner of the past takes nothing from the present one.
-        let before = look()?.stored.generation;
-        if before > generation {
-            return Ok(Opened::Refused(before));
+        if self.held.has_failed() {
+            return Err(Fault::new(&what, "the LUN has failed", "it is opened anew"));
         }
-        self.seize(&what)?;
-        self.wait_for_readers();
-        let slot = look()?;
-        if slot.stored.generation > generation {
-            return Ok(Opened::Refused(slot.stored.generation));
+        let trust = (TRUST + DRIFT).as_nanos() as u64;
+        let mut opening = LunOpening::new(generation, owner, trust, Rules::default());
+        let (mut step, mut slot) = (LunStep::Look, None);
+        loop {
+            step = match step {
+                LunStep::Look => {
+                    let found = look()?;
+                    let step = opening.looked(&found.stored, *self.held.hold(), self.held.now());
+                    slot = Some(found);
+                    step
+                }
+                LunStep::Seize => {
+                    self.seize(&what)?;
+                    opening.seized(*self.held.hold(), self.held.now())
+                }
+                LunStep::Claim => {
+                    let claimed = slot.as_mut().ok_or_else(unread)?;
+                    claimed.number += 1;
+                    (claimed.stored.generation, claimed.stored.owner) = (generation, None);
+                    medium.write_state(claimed.number, &claimed.to_bytes()).map_err(fault)?;
+                    opening.claimed(*self.held.hold(), self.held.now())
+                }
+                LunStep::Wait(from) => {
+                    let wait = from.saturating_sub(self.held.now());
+                    std::thread::sleep(Duration::from_nanos(wait));
+                    LunStep::Open
+                }
+                LunStep::Refuse(stored) => return Ok(Opened::Refused(stored)),
+                LunStep::Open => {
+                    let slot = slot.ok_or_else(unread)?;
+                    return Ok(Opened::Files(Files { medium, slot }));
+                }
+            };
         }
-        let medium = Medium::Range { lun: self.held.clone(), start };
-        Ok(Opened::Files(Files { medium, slot }))
     }
 
     /// Says where a copy begins.
@@ -275,20 +310,9 @@ impl LunStore {
         }
         let seized = fence::seize(held.device.as_fd(), &self.terms);
         let seized = seized.map_err(|e| unreserved(what, &self.name.server, &e))?;
-        if !seized.was_ours {
-            let from = Instant::now() + TRUST + DRIFT;
-            *held.alone_from.lock().unwrap_or_else(PoisonError::into_inner) = Some(from);
-        }
+        held.hold().taken(seized.was_ours, held.now());
         held.key.store(seized.held.key, Ordering::Release);
         Ok(())
-    }
-
-    /// Waits until the owner of another host answers no read any more: it had the LUN confirmed before it was seized.
-    fn wait_for_readers(&self) {
-        let from = *self.held.alone_from.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(wait) = from.and_then(|from| from.checked_duration_since(Instant::now())) {
-            std::thread::sleep(wait);
-        }
     }
 }
 

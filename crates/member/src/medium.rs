@@ -75,6 +75,11 @@ impl Medium {
         }
     }
 
+    /// Whether it is a LUN that has failed: it is opened anew when nothing has this one any more, so no thread may wait with it.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.asks_who_has_it().is_some_and(|lun| lun.has_failed())
+    }
+
     /// After a failed flush the memory may have what the medium has not. A repair would find it equal.
     pub(crate) fn forget_memory(&self) {
         if let Medium::Files { data, .. } = self {

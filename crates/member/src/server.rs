@@ -11,7 +11,7 @@ use ferrite_host::fence::Terms;
 use ferrite_host::limited;
 use ferrite_host::log_limit::SharedLogLimit;
 use ferrite_pool::wire::Extent;
-use ferrite_pool::{BootId, ConnId, Generation};
+use ferrite_pool::{BootId, ConnId, Generation, OwnerId};
 use rustix::io::Errno;
 
 use crate::Fault;
@@ -202,12 +202,17 @@ impl Shared {
     }
 
     /// The copy that an owner of this generation means. Its files are looked at each time: one may have been replaced in use.
-    pub(crate) fn copy(&self, extent: &Extent, generation: Generation) -> Result<Opened, Fault> {
+    pub(crate) fn copy(
+        &self,
+        extent: &Extent,
+        generation: Generation,
+        owner: OwnerId,
+    ) -> Result<Opened, Fault> {
         // One lock behind the other, always in this order: a copy is opened once.
         let store = self.store();
         let files = match &*store {
             Store::Folder(folder) => folder.open_copy(extent)?,
-            Store::Lun(lun) => match lun.open_copy(extent, generation)? {
+            Store::Lun(lun) => match lun.open_copy(extent, generation, owner)? {
                 lun::Opened::Files(files) => files,
                 lun::Opened::Refused(stored) => return Ok(Opened::Refused(stored)),
             },

@@ -18,7 +18,7 @@ pub(crate) fn new_owner() -> OwnerId {
 
 /// Whether an owner is, or was, a process of this host.
 fn is_of_this_host(owner: u64) -> bool {
-    owner != 0 && owner >> 32 == host()
+    owner != 0 && OwnerId(owner).host() == host()
 }
 
 /// 32 bits that tell hosts apart.

@@ -9,6 +9,7 @@
 //!
 //! Times are nanoseconds of a clock that goes on while the machine sleeps.
 
+mod lun;
 mod member;
 mod messages;
 mod names;
@@ -17,6 +18,7 @@ mod record;
 mod rules;
 pub mod wire;
 
+pub use lun::{LunHold, LunOpening, LunStep};
 pub use member::{Effect as MemberEffect, Member, Stored};
 pub use messages::{Data, Io, Reply, Request};
 pub use names::{Blocks, BootId, ConnId, Generation, MemberId, Members, OpId, OwnerId, Region};

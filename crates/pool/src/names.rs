@@ -13,9 +13,16 @@ pub type Members = BTreeSet<MemberId>;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Generation(pub u64);
 
-/// A process that has the disk, or had it. Never used twice.
+/// A process that has the disk, or had it. Never used twice. The upper half of the number is that of its host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct OwnerId(pub u64);
+
+impl OwnerId {
+    /// The number of its host.
+    pub fn host(self) -> u64 {
+        self.0 >> 32
+    }
+}
 
 /// A start of a server's operating system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

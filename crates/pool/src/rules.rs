@@ -44,6 +44,16 @@ pub enum Rule {
     StaysIncomplete,
     /// R11: an unknown outcome is settled by writing.
     Settle,
+    /// LUNs: an owner whose generation is lower than that on the LUN does not take it.
+    LunLookBefore,
+    /// LUNs: the state that counts is read behind the reservation.
+    LunLookBehind,
+    /// LUNs: the generation is on the LUN before the wait for the owner before.
+    LunClaim,
+    /// LUNs: after a LUN is taken from another host, its copies are not open for T.
+    LunWait,
+    /// LUNs: a LUN that this host has reserved is still another host's for T, if that one was the last to open the copy.
+    LunLastOwner,
 }
 
 /// The rules that are kept.

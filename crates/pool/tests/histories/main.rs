@@ -3,15 +3,16 @@
 //! One seed makes one history. A rule that is left out has to be found.
 
 mod check;
+mod luns;
 mod random;
 mod world;
 
-use ferrite_pool::{Rule, Rules, Wanted};
-use world::{Act, FIRST, Plan, World, directed};
+use ferrite_pool::{Rule, Wanted};
+use world::{Act, FIRST, Plan, Without, World, directed};
 
-fn histories(rules: Rules, seeds: std::ops::Range<u64>) -> Option<(u64, String)> {
+fn histories(without: Without, seeds: std::ops::Range<u64>) -> Option<(u64, String)> {
     for seed in seeds {
-        if let Err(why) = World::run(&Plan::of_seed(seed), rules) {
+        if let Err(why) = World::run(&Plan::of_seed(seed), without) {
             return Some((seed, why));
         }
     }
@@ -21,7 +22,7 @@ fn histories(rules: Rules, seeds: std::ops::Range<u64>) -> Option<(u64, String)>
 #[test]
 fn all_reads_of_all_histories_are_right() {
     let count = std::env::var("FERRITE_POOL_HISTORIES").ok().and_then(|n| n.parse().ok());
-    if let Some((seed, why)) = histories(Rules::default(), 0..count.unwrap_or(1000)) {
+    if let Some((seed, why)) = histories(Without::default(), 0..count.unwrap_or(1000)) {
         panic!("seed {seed}: {why}");
     }
 }
@@ -32,13 +33,17 @@ fn all_reads_are_right_while_a_copy_is_replaced() {
     let count = std::env::var("FERRITE_POOL_HISTORIES").ok().and_then(|n| n.parse().ok());
     for seed in 0..count.unwrap_or(1000) {
         let plan = Plan { replaces: true, ..Plan::of_seed(seed) };
-        World::run(&plan, Rules::default()).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
+        World::run(&plan, Without::default()).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
     }
+}
+
+fn without(rule: Rule) -> Without {
+    Without(Some(world::Rule::Pool(rule)))
 }
 
 /// A rule that is left out, and the seeds among which one shows it.
 fn is_found(rule: Rule, within: u64) {
-    let found = histories(Rules::without(rule), 0..within);
+    let found = histories(without(rule), 0..within);
     let (seed, why) = found.unwrap_or_else(|| panic!("{rule:?} is not found in {within} seeds"));
     println!("{rule:?}: seed {seed}: {why}");
 }
@@ -74,9 +79,14 @@ fn often(from: u64, to: u64, act: Act) -> impl Iterator<Item = (u64, Act)> {
 }
 
 /// The rules keep a history right that goes wrong without one of them.
-fn needs(rule: Rule, servers: u8, acts: &[(u64, Act)]) {
-    directed(servers, Rules::default(), acts).unwrap_or_else(|why| panic!("by all rules: {why}"));
-    let found = directed(servers, Rules::without(rule), acts);
+fn needs(rule: Rule, servers: usize, acts: &[(u64, Act)]) {
+    needs_of(world::Rule::Pool(rule), &vec![None; servers], acts);
+}
+
+/// The same with copies on LUNs ([`Plan::luns`]).
+fn needs_of(rule: world::Rule, luns: &[Option<usize>], acts: &[(u64, Act)]) {
+    directed(luns, Without::default(), acts).unwrap_or_else(|why| panic!("by all rules: {why}"));
+    let found = directed(luns, Without(Some(rule)), acts);
     println!("{rule:?}: {}", found.expect_err("not found"));
 }
 

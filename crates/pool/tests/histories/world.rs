@@ -4,25 +4,30 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use ferrite_pool::{
-    Blocks, ConnId, Data, Effect, Event, Failure, Generation, Io, Member, MemberEffect, MemberId,
-    Members, OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision, Rules, Said,
-    Stored, Wanted,
+    Blocks, ConnId, Data, Effect, Event, Generation, Io, Member, MemberEffect, MemberId, Members,
+    OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision, Rules, Said, Stored,
 };
 
 use crate::check::{self, Access};
 use crate::random::Random;
+use luns::Luns;
 
 mod directed;
 mod faults;
+mod luns;
 mod record;
+mod user;
 
 pub(crate) use directed::{Act, FIRST, directed};
+pub(crate) use luns::{LunRule, Rule, Without};
 
 const BLOCKS: u64 = 6;
 const REGION_BLOCKS: u64 = 2;
 const TRUST: u64 = 400;
 const DRIFT: u64 = 20;
+/// Of an owner of servers. `Open` of a LUN takes T.
 const PATIENCE: u64 = 250;
+const PATIENCE_WITH_LUNS: u64 = 500;
 /// Until then everything goes wrong that may.
 const TROUBLE: u64 = 6_000;
 /// By then all has to be in order again.
@@ -40,6 +45,8 @@ pub(crate) struct Plan {
     pub(crate) unknown: u64,
     /// Another server gets the copy of one.
     pub(crate) replaces: bool,
+    /// For each copy, the number of the LUN that it is on. `None`: it is on a server.
+    pub(crate) luns: Vec<Option<usize>>,
 }
 
 impl Plan {
@@ -51,6 +58,7 @@ impl Plan {
             fault_every: random.one_of(&[150, 300, 600, 1200]),
             unknown: random.one_of(&[0, 10, 40]),
             replaces: false,
+            luns: Vec::new(),
         }
     }
 }
@@ -77,6 +85,7 @@ enum What {
     StartOwner,
     Heal,
     LastLook,
+    Lun(luns::What),
 }
 
 struct Conn {
@@ -122,6 +131,8 @@ impl Server {
 
 struct Host {
     owner: Option<Owner>,
+    /// The machine that its process runs on.
+    machine: usize,
     /// Its clock counts this many thousandths more.
     fast: u64,
     paused_until: u64,
@@ -158,12 +169,14 @@ pub(crate) struct World {
     calm: bool,
     /// Nothing happens by chance.
     is_directed: bool,
+    luns: Luns,
+    patience: u64,
 }
 
 impl World {
     /// Runs a history, and says what is wrong in it.
-    pub(crate) fn run(plan: &Plan, rules: Rules) -> Result<(), String> {
-        let mut world = World::new(plan, rules);
+    pub(crate) fn run(plan: &Plan, without: Without) -> Result<(), String> {
+        let mut world = World::new(plan, without);
         world.at(0, What::StartOwner);
         world.at(plan.fault_every, What::Fault);
         if plan.replaces {
@@ -196,7 +209,9 @@ impl World {
         world.last_state()
     }
 
-    fn new(plan: &Plan, rules: Rules) -> World {
+    fn new(plan: &Plan, without: Without) -> World {
+        let has_luns = plan.luns.iter().any(Option::is_some);
+        let rules = without.rules();
         let members: Vec<MemberId> = (0..plan.servers).map(MemberId).collect();
         let record = Record {
             generation: Generation(0),
@@ -230,6 +245,8 @@ impl World {
             wrong: None,
             calm: false,
             is_directed: false,
+            luns: Luns::new(plan, without),
+            patience: if has_luns { PATIENCE_WITH_LUNS } else { PATIENCE },
         };
         for member in members {
             world.start_server(member);
@@ -255,6 +272,11 @@ impl World {
 
     fn happen(&mut self, what: What) {
         match what {
+            What::Lun(what) => self.happen_at_lun(what),
+            What::ToMember(conn, request) if self.is_on_lun(conn) => {
+                self.tell_lun_copy(conn, request);
+            }
+            What::EndAtMember(conn) if self.is_on_lun(conn) => self.end_at_lun_copy(conn),
             What::ToMember(conn, request) => {
                 self.at_member(conn, |member, conn| member.request(conn, request));
             }
@@ -332,12 +354,17 @@ impl World {
         if paused > self.now {
             return self.at_time(paused, again);
         }
-        let now = self.now + self.now * self.hosts[host].fast / 1000;
+        let now = self.clock(host);
         let Some(owner) = &mut self.hosts[host].owner else { return };
         let effects = owner.handle(now, event);
         for effect in effects {
             self.carry_out(host, effect);
         }
+    }
+
+    /// What a host's clock says.
+    fn clock(&self, host: usize) -> u64 {
+        self.now + self.now * self.hosts[host].fast / 1000
     }
 
     fn carry_out(&mut self, host: usize, effect: Effect) {
@@ -386,6 +413,10 @@ impl World {
 
     /// Sends along a connection. Messages stay in order, and a cut holds them up.
     fn send(&mut self, conn: ConnId, to: usize, what: What) {
+        if self.is_on_lun(conn) {
+            // A connection of a process to itself.
+            return self.at(0, what);
+        }
         let delay = self.soon();
         let now = self.now;
         let Some(known) = self.conns.get_mut(&conn) else { return };
@@ -397,7 +428,10 @@ impl World {
 
     fn connect(&mut self, host: usize, member: MemberId) {
         let cut = |to| self.cuts.get(&(host, member, to)).copied().unwrap_or(0) > self.now;
-        let fails = self.servers[&member].member.is_none() || cut(0) || cut(1);
+        let fails = match self.luns.of(member) {
+            None => self.servers[&member].member.is_none() || cut(0) || cut(1),
+            Some(lun) => cut(0) || cut(1) || !self.open_lun(host, lun),
+        };
         if fails {
             let again = What::Connect(host, member);
             return self.tell(host, again, Event::Unconnected(member));
@@ -503,91 +537,5 @@ impl World {
             None => member.done(conn, op),
         };
         self.carry_out_member(id, effects);
-    }
-
-    fn client(&mut self, host: usize) {
-        let is_last = host + 1 == self.hosts.len();
-        if self.hosts[host].owner.is_none() || (self.calm && !is_last) {
-            return;
-        }
-        let pause = self.random.between(5, 60);
-        if !self.calm || self.now < TROUBLE + 500 {
-            self.at(pause, What::Client(host));
-        }
-        let busy = self.hosts[host].outstanding.len() >= MOST_OUTSTANDING;
-        if busy || self.hosts[host].paused_until > self.now {
-            return;
-        }
-        let start = self.random.below(BLOCKS);
-        let end = (start + self.random.between(1, 3)).min(BLOCKS);
-        let blocks = Blocks { start, end };
-        let wanted = match self.random.below(10) {
-            0 => Wanted::Flush,
-            1..=4 => Wanted::Write(blocks),
-            _ => Wanted::Read(blocks),
-        };
-        self.ask(host, wanted);
-    }
-
-    fn ask(&mut self, host: usize, wanted: Wanted) {
-        let known = &mut self.hosts[host];
-        known.requests += 1;
-        let id = RequestId(known.requests);
-        self.values += 1;
-        let value = self.values;
-        let (blocks, is_write) = match wanted {
-            Wanted::Read(blocks) => (blocks.start..blocks.end, false),
-            Wanted::Write(blocks) => (blocks.start..blocks.end, true),
-            Wanted::Flush => (0..0, false),
-        };
-        known.values.insert(id, value);
-        let first = self.accesses.len();
-        let begun = self.stamp;
-        let access = |block| Access { block, value, is_write, begun, ended: None };
-        self.accesses.extend(blocks.map(access));
-        let indices = (first..self.accesses.len()).collect();
-        self.hosts[host].outstanding.insert(id, indices);
-        self.tell(host, What::Client(host), Event::Request(id, wanted));
-    }
-
-    fn last_owner(&self) -> Option<&Owner> {
-        self.hosts.last().and_then(|host| host.owner.as_ref())
-    }
-
-    fn is_over(&self) -> bool {
-        if !self.calm || self.now < TROUBLE + 6_001 {
-            return false;
-        }
-        let failed = self.last_owner().is_some_and(|owner| owner.failure().is_some());
-        let idle = self.hosts.last().is_some_and(|host| host.outstanding.is_empty());
-        failed || (idle && self.last_owner().is_some_and(Owner::is_settled))
-    }
-
-    fn last_state(&self) -> Result<(), String> {
-        let owner = self.last_owner().ok_or("there is no owner")?;
-        match owner.failure() {
-            // All members that were in sync have lost power: no answer is better than a wrong one.
-            Some(Failure::Incomplete) => return Ok(()),
-            Some(failure) => return Err(format!("the last owner has failed: {failure:?}")),
-            None => {}
-        }
-        if !owner.is_settled() {
-            return Err(format!("the disk does not come to rest: {owner:?}"));
-        }
-        if let Some((stay, _)) = &self.copies
-            && self.record.in_sync != *stay
-        {
-            return Err(format!("the copies are not those that stay: {:?}", self.record));
-        }
-        for block in 0..BLOCKS {
-            let gone =
-                |id: &MemberId| self.copies.as_ref().is_some_and(|(_, left)| left.contains(id));
-            let staying = self.servers.iter().filter(|(id, _)| !gone(id));
-            let copies: Vec<u64> = staying.map(|(_, s)| s.content(block)).collect();
-            if copies.iter().any(|copy| *copy != copies[0]) {
-                return Err(format!("block {block} differs at the end: {copies:?}"));
-            }
-        }
-        Ok(())
     }
 }

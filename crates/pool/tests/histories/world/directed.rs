@@ -1,14 +1,30 @@
 //! Histories that are made for one rule: chance does not find them in 10,000 seeds.
 
-use ferrite_pool::{Blocks, MemberId, Rules, Wanted};
+use ferrite_pool::{Blocks, MemberId, Wanted};
 
-use super::{Plan, What, World};
+use super::{Plan, What, Without, World};
 
 /// What happens at a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Act {
     /// A process takes the disk over; the first one is host 0.
     Start,
+    /// The same on this machine. Otherwise each process is on another one.
+    StartOn(usize),
+    /// A host's process ends.
+    Kill(usize),
+    /// What a host sends to a member is held up until then, and not what comes back.
+    Hold { host: usize, member: u8, until: u64 },
+    /// What a member sends to a host is held up until then, and not what the host sends.
+    HoldBack { host: usize, member: u8, until: u64 },
+    /// What a host has under way on the LUN of a copy fails.
+    FailLun { host: usize, member: u8 },
+    /// The target of a copy executes no writes until then.
+    Busy { member: u8, until: u64 },
+    /// The target of a copy starts again.
+    RestartLun(u8),
+    /// All requests of a host have to be answered by now.
+    Idle(usize),
     /// What a member sends to a host, and a host to a member, is held up until then.
     Cut { host: usize, member: u8, until: u64 },
     /// A host does not reach the record until then.
@@ -23,10 +39,21 @@ pub(crate) enum Act {
     Ask(usize, Wanted),
 }
 
-/// Lets these acts happen, by their times in milliseconds, on so many servers, and then brings all in order.
-pub(crate) fn directed(servers: u8, rules: Rules, acts: &[(u64, Act)]) -> Result<(), String> {
-    let plan = Plan { seed: 1, servers, fault_every: u64::MAX, unknown: 0, replaces: false };
-    let mut world = World::new(&plan, rules);
+/// Lets these acts happen, by their times in milliseconds, on servers and LUNs ([`Plan::luns`]), and then brings all in order.
+pub(crate) fn directed(
+    luns: &[Option<usize>],
+    without: Without,
+    acts: &[(u64, Act)],
+) -> Result<(), String> {
+    let plan = Plan {
+        seed: 1,
+        servers: luns.len() as u8,
+        fault_every: u64::MAX,
+        unknown: 0,
+        replaces: false,
+        luns: luns.to_vec(),
+    };
+    let mut world = World::new(&plan, without);
     world.is_directed = true;
     for (time, act) in acts {
         world.at_time(*time, What::Act(*act));
@@ -40,7 +67,23 @@ pub(crate) const FIRST: Blocks = Blocks { start: 0, end: 1 };
 impl World {
     pub(super) fn act(&mut self, act: Act) {
         match act {
-            Act::Start => self.start_owner(),
+            Act::Start => self.start_owner_on(self.hosts.len()),
+            Act::StartOn(machine) => self.start_owner_on(machine),
+            Act::Kill(host) => self.stop_owner(host),
+            Act::FailLun { host, member } => self.fail_lun(host, MemberId(member)),
+            Act::Hold { host, member, until } => {
+                self.cuts.insert((host, MemberId(member), 0), until);
+            }
+            Act::HoldBack { host, member, until } => {
+                self.cuts.insert((host, MemberId(member), 1), until);
+            }
+            Act::Busy { member, until } => self.keep_lun_busy(MemberId(member), until),
+            Act::RestartLun(member) => {
+                self.stop_lun(MemberId(member));
+                self.start_server(MemberId(member));
+            }
+            Act::Idle(host) if self.hosts[host].outstanding.is_empty() => {}
+            Act::Idle(host) => self.wrong = Some(format!("requests of {host} wait")),
             Act::Cut { host, member, until } => {
                 self.cuts.insert((host, MemberId(member), 0), until);
                 self.cuts.insert((host, MemberId(member), 1), until);

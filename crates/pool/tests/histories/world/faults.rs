@@ -11,6 +11,9 @@ use super::{BLOCKS, DRIFT, Host, PATIENCE, REGION_BLOCKS, Server, TRUST, What, W
 
 impl World {
     pub(super) fn start_server(&mut self, id: MemberId) {
+        if let Some(lun) = self.luns.of(id) {
+            return self.luns.start(lun);
+        }
         let rules = self.rules;
         let server = self.servers.get_mut(&id).unwrap();
         if server.member.is_none() {
@@ -54,13 +57,18 @@ impl World {
     }
 
     pub(super) fn start_owner(&mut self) {
+        let machine = self.luns.next_machine();
+        self.start_owner_on(machine);
+    }
+
+    pub(super) fn start_owner_on(&mut self, machine: usize) {
         let host = self.hosts.len();
         let fast = self.random.below(11);
         let (owner, effects) = Owner::start(Config {
-            me: OwnerId(host as u64 + 1),
+            me: OwnerId((machine as u64 + 1) << 32 | (host as u64 + 1)),
             trust: TRUST,
             drift: DRIFT,
-            patience: PATIENCE,
+            patience: self.patience,
             grace: PATIENCE,
             region_blocks: REGION_BLOCKS,
             copy_blocks: self.copy_blocks,
@@ -70,6 +78,7 @@ impl World {
         });
         self.hosts.push(Host {
             owner: Some(owner),
+            machine,
             fast,
             paused_until: 0,
             outstanding: BTreeMap::new(),
@@ -101,6 +110,7 @@ impl World {
             self.conns.get_mut(&conn).unwrap().at_owner = false;
             self.send(conn, 0, What::EndAtMember(conn));
         }
+        self.process_ends(host);
     }
 
     /// The map has a further copy, on a new server, in the place of another one.
@@ -111,6 +121,7 @@ impl World {
         let regions = (0..BLOCKS.div_ceil(REGION_BLOCKS)).map(Region).collect();
         let stored = Stored { incomplete: true, dirty: regions, ..Stored::default() };
         self.servers.insert(new, Server::new(stored));
+        self.luns.replace(new);
         self.start_server(new);
         let stay = old.iter().copied().filter(|id| *id != leaving).chain([new]).collect();
         self.copies = Some((stay, [leaving].into()));
@@ -148,7 +159,13 @@ impl World {
                     self.cuts.insert((host, member, 1), time);
                 }
             }
+            5 if self.luns.of(member).is_some() => self.fail_lun(host, member),
+            6 if self.luns.of(member).is_some() => self.keep_lun_busy(member, time),
             5 | 6 => self.reset(host, member),
+            7 | 8 if self.luns.of(member).is_some() => {
+                self.stop_lun(member);
+                self.at_time(time, What::StartServer(member));
+            }
             7 | 8 if self.servers[&member].member.is_some() => {
                 let power = self.random.chance(60);
                 self.stop_server(member, power);
@@ -159,6 +176,7 @@ impl World {
             11 => {
                 if self.random.chance(50) {
                     self.stop_owner(host);
+                    self.may_cut_power_of(self.hosts[host].machine);
                 }
                 let delay = self.random.one_of(&[1, 20, 300]);
                 self.at(delay, What::StartOwner);
@@ -185,6 +203,7 @@ impl World {
     pub(super) fn heal(&mut self) {
         self.calm = true;
         self.cuts.clear();
+        self.luns.heal();
         for host in 0..self.hosts.len() {
             self.stop_owner(host);
         }
