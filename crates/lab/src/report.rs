@@ -65,7 +65,7 @@ pub(crate) struct Latency {
     pub(crate) p50: f64,
     pub(crate) p99: f64,
     pub(crate) p999: f64,
-    max: f64,
+    pub(crate) max: f64,
 }
 
 impl Latency {

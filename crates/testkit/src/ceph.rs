@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::programs::installed;
+// Also of another crate, which measures.
+use super::programs::installed;
 
 /// The OSDs.
 pub const OSDS: usize = 3;

@@ -39,8 +39,16 @@ impl Ferrite {
     /// They are not there.
     pub(crate) fn beside(seconds: f64) -> Result<Ferrite> {
         let this = std::env::current_exe().context("cannot find this program's own file")?;
+        Ferrite::at(&this, seconds)
+    }
+
+    /// The programs in the folder in which `file` is.
+    ///
+    /// # Errors
+    /// They are not there.
+    pub(crate) fn at(file: &Path, seconds: f64) -> Result<Ferrite> {
         let (program, bench) =
-            (this.with_file_name("ferrite"), this.with_file_name("ferrite-bench"));
+            (file.with_file_name("ferrite"), file.with_file_name("ferrite-bench"));
         ensure!(
             bench.is_file(),
             "{} is not there: install Ferrite's package, or build it: \
@@ -63,9 +71,15 @@ impl Ferrite {
     /// # Errors
     /// As [`bench`](Self::bench).
     pub(crate) fn bench_for(&self, seconds: f64, image: &str, options: &str) -> Result<Sample> {
+        parse(&steps::output(&mut self.bench_command(seconds, image, options))?)
+    }
+
+    /// The command of such a run, which prints its report at the end.
+    pub(crate) fn bench_command(&self, seconds: f64, image: &str, options: &str) -> Command {
         let mut command = Command::new(&self.bench);
         command.args([image, "--json", "--seconds", &seconds.to_string()]);
-        parse(&steps::output(command.args(options.split_whitespace()))?)
+        command.args(options.split_whitespace());
+        command
     }
 
     /// `ferrite-bench` itself.
@@ -99,7 +113,11 @@ impl Ferrite {
     }
 }
 
-fn parse(text: &str) -> Result<Sample> {
+/// The figures of a run, from what it has printed.
+///
+/// # Errors
+/// That is no report.
+pub(crate) fn parse(text: &str) -> Result<Sample> {
     let report: Report = serde_json::from_str(text)
         .with_context(|| format!("ferrite-bench printed no report but {text:.300}"))?;
     let known = |value: Option<f64>| value.unwrap_or(f64::NAN);
@@ -113,6 +131,7 @@ fn parse(text: &str) -> Result<Sample> {
         p50_us: report.lat_us.p50,
         p99_us: report.lat_us.p99,
         p999_us: report.lat_us.p999,
+        max_us: report.lat_us.max,
         open_us: report.open_us,
         wake_up_us: report.wake_up_us,
         misses: misses / (misses + count("metadata_hits")).max(1.0),

@@ -22,6 +22,7 @@ mod merges;
 mod mirror;
 pub(crate) mod nbd;
 mod network;
+mod pool;
 pub(crate) mod result;
 pub(crate) mod rounds;
 mod store;
@@ -34,7 +35,7 @@ use clap::Parser as _;
 use ferrite_xenhost::packages::{self, Need};
 use ferrite_xenhost::steps;
 use result::Measurement;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::experiments;
@@ -66,6 +67,12 @@ struct BenchArguments {
     /// The disks of the part host.
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=4000))]
     disks: u32,
+    /// The rows of the part pool; by default all.
+    #[arg(long, value_name = "ROWS,...", value_enum, value_delimiter = ',')]
+    pool_rows: Vec<pool::Rows>,
+    /// Measure the programs in this folder instead of building them. For the parts on this machine that start `ferrite`.
+    #[arg(long, value_name = "DIR")]
+    programs: Option<PathBuf>,
     #[command(flatten)]
     instructions: instructions::InstructionsArguments,
     #[command(flatten)]
@@ -95,6 +102,8 @@ enum Part {
     Merges,
     /// Disks with a dirty map, and with a mirror, compared with the same without.
     Mirror,
+    /// Disks of a pool of servers and on Ceph: rates, pauses, memory. It takes root.
+    Pool,
     /// Backups, compared with copies by qemu-img and nbdcopy.
     Backup,
     /// Many guests, and disks at rest.
@@ -132,6 +141,7 @@ impl Part {
         Part::Vhost,
         Part::Merges,
         Part::Mirror,
+        Part::Pool,
         Part::Backup,
         Part::Guests,
         Part::Kept,
@@ -158,6 +168,7 @@ impl Part {
             Part::Vhost => "vhost",
             Part::Merges => "merges",
             Part::Mirror => "mirror",
+            Part::Pool => "pool",
             Part::Backup => "backup",
             Part::Guests => "guests",
             Part::Kept => "kept",
@@ -184,6 +195,7 @@ impl Part {
             Part::Vhost => vhost::run(&Setup::new(arguments)?),
             Part::Merges => merges::run(&Setup::new(arguments)?),
             Part::Mirror => mirror::run(&Setup::new(arguments)?),
+            Part::Pool => pool::run(&Setup::new(arguments)?, &arguments.pool_rows),
             Part::Backup => backup::run(&Setup::new(arguments)?, arguments.backup_gib),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),
@@ -215,7 +227,11 @@ impl Setup {
     fn new(arguments: &BenchArguments) -> Result<Setup> {
         packages::ensure(&[PEERS])?;
         let (runs, seconds) = (arguments.runs, arguments.seconds);
-        Ok(Setup { ferrite: ferrite::Ferrite::build(seconds)?, runs, seconds })
+        let ferrite = match &arguments.programs {
+            Some(folder) => ferrite::Ferrite::at(&folder.join("ferrite"), seconds)?,
+            None => ferrite::Ferrite::build(seconds)?,
+        };
+        Ok(Setup { ferrite, runs, seconds })
     }
 }
 

@@ -21,6 +21,8 @@ pub(crate) struct Sample {
     pub(crate) p99_us: f64,
     /// The latency that one request of a thousand exceeds.
     pub(crate) p999_us: f64,
+    /// The longest latency.
+    pub(crate) max_us: f64,
     /// The time of opening the image.
     pub(crate) open_us: f64,
     /// The cost of waking a thread on this machine.
@@ -55,6 +57,7 @@ impl Sample {
         p50_us: f64::NAN,
         p99_us: f64::NAN,
         p999_us: f64::NAN,
+        max_us: f64::NAN,
         open_us: f64::NAN,
         wake_up_us: f64::NAN,
         segments_per_copy: f64::NAN,

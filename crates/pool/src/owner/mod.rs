@@ -16,6 +16,7 @@ use crate::{
 
 mod copies;
 mod links;
+mod pace;
 mod regions;
 mod returning;
 mod take_over;
@@ -23,6 +24,7 @@ mod tasks;
 
 use copies::Copies;
 use links::Link;
+use pace::Pace;
 use returning::Return;
 use tasks::{Task, TaskId};
 
@@ -179,6 +181,7 @@ pub struct Owner {
     unequal: BTreeSet<Region>,
     /// Where the copy of a region goes on that is copied in part: to all, or to a member that returns.
     copied_to: BTreeMap<(Option<MemberId>, Region), u64>,
+    pace: Pace,
     /// Counts the changes of the record.
     epoch: u64,
     last_id: u64,
@@ -203,6 +206,7 @@ impl Owner {
             dirty: BTreeSet::new(),
             unequal: BTreeSet::new(),
             copied_to: BTreeMap::new(),
+            pace: Pace::default(),
             epoch: 0,
             last_id: 0,
             effects: Vec::new(),
@@ -278,7 +282,10 @@ impl Owner {
             Event::Ended(conn) => self.ended(conn),
             Event::Reply(conn, reply) => self.replied(conn, reply),
             Event::Copies { stay, leave } => self.copies = Some(Copies { stay, leave }),
-            Event::Request(id, wanted) => self.queue.push_back((id, wanted)),
+            Event::Request(id, wanted) => {
+                self.pace.asked(self.now);
+                self.queue.push_back((id, wanted));
+            }
             Event::Tick => self.tick(),
         }
     }

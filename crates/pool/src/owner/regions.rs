@@ -7,9 +7,6 @@ use super::{Owner, Wanted};
 use crate::rules::Rule;
 use crate::{Blocks, Data, Io, MemberId, OpId, Region};
 
-/// Pieces of regions that are copied at a time.
-const COPIES: usize = 2;
-
 impl Owner {
     /// A write to these regions begins.
     pub(super) fn note_write(&mut self, regions: &BTreeSet<Region>) {
@@ -63,32 +60,27 @@ impl Owner {
         });
         let wanted: Vec<Region> = wanted.flat_map(|blocks| blocks.regions(region_blocks)).collect();
         let first = wanted.into_iter().filter(|region| self.unequal.contains(region));
-        let order: Vec<Region> = first.chain(self.unequal.iter().copied()).collect();
-        for region in order {
-            if !self.may_copy() {
-                break;
-            }
-            self.begin_copy(region, None);
+        let first: Vec<(Region, bool)> = first.map(|region| (region, true)).collect();
+        if first.is_empty() && self.piece(false).is_none() {
+            return;
+        }
+        let others = self.unequal.iter().map(|region| (*region, false));
+        let order: Vec<(Region, bool)> = first.into_iter().chain(others).collect();
+        for (region, is_waited_for) in order {
+            let Some(most) = self.piece(is_waited_for) else { break };
+            self.begin_copy(region, None, most);
         }
     }
 
-    /// Whether few copies are under way.
-    pub(super) fn may_copy(&self) -> bool {
-        let copies = self
-            .tasks
-            .values()
-            .filter(|task| matches!(task.kind, Kind::CopyRead { .. } | Kind::CopyWrite { .. }));
-        copies.count() < COPIES
-    }
-
-    /// Begins to copy the next piece of a region, if no request holds it and few copies are under way.
-    pub(super) fn begin_copy(&mut self, region: Region, to: Option<MemberId>) {
+    /// Begins to copy the next piece of a region, of at most so many blocks, if no request holds it.
+    pub(super) fn begin_copy(&mut self, region: Region, to: Option<MemberId>, most: u64) {
         let whole = region.blocks(self.config.region_blocks, self.config.disk_blocks);
         let start = self.copied_to.get(&(to, region)).copied().unwrap_or(whole.start);
-        let end = start.saturating_add(self.config.copy_blocks).min(whole.end);
+        let end = start.saturating_add(most).min(whole.end);
         let blocks = Blocks { start, end };
-        let may = self.may_copy() && !self.is_held(blocks, true);
+        let may = !self.is_held(blocks, true);
         let Some(source) = self.source().filter(|_| may) else { return };
+        self.pace.begun(self.now);
         let kind = Kind::CopyRead { region, to, source, found: None };
         let waits = [(source, Io::Read { blocks })].into();
         self.begin(Task { kind, waits, holds: Some((blocks, true)) });
@@ -122,6 +114,7 @@ impl Owner {
 
     /// A piece of a region is the same on all that it was copied to.
     pub(super) fn copied(&mut self, region: Region, to: Option<MemberId>, piece: Blocks) {
+        self.pace.ended(self.now);
         let whole = region.blocks(self.config.region_blocks, self.config.disk_blocks);
         if piece.end < whole.end {
             self.copied_to.insert((to, region), piece.end);

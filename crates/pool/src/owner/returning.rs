@@ -75,10 +75,8 @@ impl Owner {
                     // The first ones may be held by requests.
                     let left: Vec<Region> = left.iter().copied().take(LOOK_AT).collect();
                     for region in left {
-                        if !self.may_copy() {
-                            break;
-                        }
-                        self.begin_copy(region, Some(member));
+                        let Some(most) = self.piece(false) else { break };
+                        self.begin_copy(region, Some(member), most);
                     }
                 }
             },

@@ -84,14 +84,17 @@ impl Owner {
         members
     }
 
-    /// A member in sync that can be read from.
+    /// The member in sync that is best read from: the one with the fewest operations under way. Equal ones take turns.
     pub(super) fn source(&self) -> Option<MemberId> {
-        let in_sync = self.readable();
-        let usable = |member: &&MemberId| self.links.get(*member).is_some_and(|l| l.is_usable());
-        // Reads are spread over the members.
-        let open: Vec<&MemberId> = in_sync.iter().filter(usable).collect();
+        let usable = |member: &MemberId| self.links.get(member).is_some_and(|l| l.is_usable());
+        let mut open: Vec<(usize, MemberId)> =
+            self.readable().into_iter().filter(usable).map(|member| (0, member)).collect();
+        for (_, of) in self.ops.values() {
+            open.iter_mut().filter(|(_, member)| member == of).for_each(|(busy, _)| *busy += 1);
+        }
         let turn = usize::try_from(self.last_id).unwrap_or(0) % open.len().max(1);
-        open.get(turn).map(|member| **member)
+        open.rotate_left(turn);
+        open.into_iter().min_by_key(|(busy, _)| *busy).map(|(_, member)| member)
     }
 
     pub(super) fn begin(&mut self, task: Task) -> TaskId {
