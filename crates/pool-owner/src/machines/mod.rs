@@ -169,7 +169,15 @@ impl World {
             let (server, id, name) = (format!("s{}", member.0), Id::random(), "d".to_owned());
             let copy = Copy { member: member.0, server, id, name, leaves: false, start: None };
             let place = Place::of(&copy, bytes, None);
-            (*member, Machine { folder: TempDir::new_in("/dev/shm").unwrap(), power, server: None, place })
+            (
+                *member,
+                Machine {
+                    folder: TempDir::new_in("/dev/shm").unwrap(),
+                    power,
+                    server: None,
+                    place,
+                },
+            )
         };
         let record = Record {
             generation: ferrite_pool::Generation(0),
@@ -431,7 +439,7 @@ fn is_right(seed: u64) -> bool {
 #[test]
 fn all_reads_are_right_and_all_copies_equal_in_the_end() {
     let count = std::env::var("FERRITE_POOL_MACHINES").ok().and_then(|n| n.parse().ok());
-    let count = count.unwrap_or(40);
+    let count = count.unwrap_or(100);
     let lasted = (0..count).filter(|seed| is_right(*seed)).count();
     println!("{lasted} of {count} disks have lasted");
     assert!(lasted > 0);

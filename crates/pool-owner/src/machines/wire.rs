@@ -14,8 +14,9 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use super::{Machine, POOL, What, World};
 use crate::link::{Link, create, greet_server};
 
-/// How long the driver waits for an answer of a server that may have none.
+/// How long the driver waits for an answer of a server that may have none, and when each one has to come.
 const WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 3_000_000 };
+const CALM_WAIT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 
 /// A message, or the connection's end.
 pub(super) type Message = Option<Vec<u8>>;
@@ -156,7 +157,11 @@ impl World {
                 .map(|(id, to, end)| ((id, to), PollFd::new(&end.socket, PollFlags::IN)))
                 .unzip();
             let waits = self.wires.values().any(|wire| wire.asked > 0 && !wire.is_slow);
-            let time = if waits { WAIT } else { Timespec::default() };
+            let time = match (waits, self.calm) {
+                (false, _) => Timespec::default(),
+                (true, false) => WAIT,
+                (true, true) => CALM_WAIT,
+            };
             let ready = poll(&mut sockets, Some(&time));
             let ready = ready.map(|_| sockets.iter().map(|it| !it.revents().is_empty()).collect());
             let ready: Vec<bool> = ready.unwrap_or_default();
