@@ -175,7 +175,7 @@ pub(crate) fn rbd() -> Result<()> {
     steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 
-/// Disks of pools: twenty times as many histories as with each commit, and real servers that are cut off.
+/// Disks of pools: twenty times as many histories as with each commit, also of the real shells, and real servers that are cut off.
 pub(crate) fn pool() -> Result<()> {
     let mut histories = cargo();
     histories.args(["test", "--locked", "--package", "ferrite-pool", "--test", "histories"]);
@@ -183,6 +183,7 @@ pub(crate) fn pool() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite-pool-owner", "--"]);
     test.args(["--include-ignored", "--test-threads", "1", "--nocapture"]);
+    test.env("FERRITE_POOL_MACHINES", "5000");
     steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))?;
     let mut recipe = cargo();
     recipe.args(["test", "--locked", "--package", "ferrite"]);

@@ -141,6 +141,9 @@ impl Copy {
         let effects = inner.machine.ended(conn);
         inner.forget(conn);
         self.carry_out(&mut inner, effects);
+        if self.medium.has_failed() {
+            self.more.notify_all();
+        }
     }
 
     /// Removes the copy for good, if this connection has its session.

@@ -11,6 +11,7 @@ use ferrite_pool::wire::{BLOCK_BYTES, Extent, is_name, region_bytes};
 use rustix::io::Errno;
 
 use crate::Fault;
+use crate::disk::Machine;
 use crate::medium::Medium;
 use crate::state::{FileIdentity, Fixed, SLOT_BYTES, Slot, read};
 
@@ -26,7 +27,8 @@ pub(crate) struct Folder {
     path: PathBuf,
     pub(crate) pool: [u8; 16],
     pub(crate) server: String,
-    _lock: OwnedFd,
+    machine: Machine,
+    _lock: Option<OwnedFd>,
 }
 
 /// An open copy.
@@ -37,17 +39,25 @@ pub(crate) struct Files {
 
 impl Folder {
     /// Opens a folder, and makes it a server's if it is empty.
-    pub(crate) fn open(path: &Path, pool: [u8; 16], server: &str) -> Result<Folder, Fault> {
+    pub(crate) fn open(
+        path: &Path,
+        pool: [u8; 16],
+        server: &str,
+        machine: Machine,
+    ) -> Result<Folder, Fault> {
         let what = format!("cannot serve {}", path.display());
         let fault = |e: io::Error| Fault::new(&what, e, "check the folder and its rights");
         if !is_name(server) {
             let why = format!("a server cannot be called {server:?}");
             return Err(Fault::new(&what, why, "use 1 to 64 of a-z, 0-9, '-' and '_'"));
         }
-        let lock = ferrite_host::lock_file::lock(&path.join("lock")).map_err(|e| {
-            let help = "end the other ferrite pool serve of this folder, or check its rights";
-            Fault::new(&what, e, help)
-        })?;
+        let lock = || {
+            ferrite_host::lock_file::lock(&path.join("lock")).map_err(|e| {
+                let help = "end the other ferrite pool serve of this folder, or check its rights";
+                Fault::new(&what, e, help)
+            })
+        };
+        let lock = machine.has_locks().then(lock).transpose()?;
         let wanted = format!("ferrite pool server 1\npool {}\nserver {server}\n", hex(&pool));
         let file = path.join(IDENTITY);
         match read_small(&file) {
@@ -74,7 +84,8 @@ impl Folder {
             }
             Err(e) => return Err(fault(e)),
         }
-        Ok(Folder { path: path.to_owned(), pool, server: server.to_owned(), _lock: lock })
+        let (path, server) = (path.to_owned(), server.to_owned());
+        Ok(Folder { path, pool, server, machine, _lock: lock })
     }
 
     fn data(&self, name: &str) -> PathBuf {
@@ -190,6 +201,7 @@ impl Folder {
             let why = format!("its data are shorter, {} of {} bytes", found.len(), fixed.size);
             return Err(refused(why));
         }
+        let (data, state) = (self.machine.disk(data), self.machine.disk(state));
         Ok(Files { medium: Medium::Files { data, state }, slot })
     }
 

@@ -3,7 +3,7 @@
 //! What follows from what is decided by [`ferrite_pool::Member`], a state machine for each copy. This is its shell:
 //!
 //! * `folder`: the server's folder, its identity, and the files of copies.
-//! * `lun`: a LUN in place of a folder, whose copies are ranges; `medium`: what a copy is on.
+//! * `lun`: a LUN in place of a folder, whose copies are ranges; `medium`: what a copy is on; `disk`: its files.
 //! * `state`: the state of a copy as bytes.
 //! * `copy`: a copy in use. Threads carry out what its state machine says.
 //! * `connection`: an owner's connection, from its first byte.
@@ -20,10 +20,13 @@ use rustix::io::Errno;
 
 mod connection;
 mod copy;
+mod disk;
 mod folder;
 mod link;
 mod lun;
 mod medium;
+#[cfg(feature = "testing")]
+pub mod power;
 mod server;
 mod state;
 

@@ -130,7 +130,7 @@ pub(crate) struct LunStore {
 
 /// What an owner gets that opens a copy.
 pub(crate) enum Opened {
-    Files(Files),
+    Files(Box<Files>),
     /// A later owner has had it.
     Refused(Generation),
 }
@@ -270,7 +270,7 @@ impl LunStore {
                 LunStep::Refuse(stored) => return Ok(Opened::Refused(stored)),
                 LunStep::Open => {
                     let slot = slot.ok_or_else(unread)?;
-                    return Ok(Opened::Files(Files { medium, slot }));
+                    return Ok(Opened::Files(Box::new(Files { medium, slot })));
                 }
             };
         }

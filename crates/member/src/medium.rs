@@ -1,13 +1,11 @@
 //! What a copy is on: files of a server's folder, or a range of a LUN.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 use ferrite_pool::wire::RANGE_UNIT;
-use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
+use crate::disk::Disk;
 use crate::lun::OpenLun;
 use crate::state::SLOT_BYTES;
 
@@ -17,7 +15,7 @@ const RANGE_HEAD: u64 = RANGE_UNIT;
 /// The medium of a copy.
 pub(crate) enum Medium {
     /// Two files.
-    Files { data: File, state: File },
+    Files { data: Disk, state: Disk },
     /// A range of a LUN, which begins at this byte.
     Range { lun: Arc<OpenLun>, start: u64 },
 }
@@ -25,31 +23,28 @@ pub(crate) enum Medium {
 impl Medium {
     pub(crate) fn read(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         match self {
-            Medium::Files { data, .. } => data.read_exact_at(bytes, at),
+            Medium::Files { data, .. } => data.read(bytes, at),
             Medium::Range { lun, start } => lun.read(bytes, start + RANGE_HEAD + at),
         }
     }
 
     pub(crate) fn write(&self, bytes: &[u8], at: u64) -> io::Result<()> {
         match self {
-            Medium::Files { data, .. } => data.write_all_at(bytes, at),
+            Medium::Files { data, .. } => data.write(bytes, at),
             Medium::Range { lun, start } => lun.write(bytes, start + RANGE_HEAD + at),
         }
     }
 
     pub(crate) fn zero(&self, at: u64, len: u64) -> io::Result<()> {
         match self {
-            Medium::Files { data, .. } => {
-                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                Ok(fallocate(data, hole, at, len)?)
-            }
+            Medium::Files { data, .. } => data.zero(at, len),
             Medium::Range { lun, start } => lun.zero(start + RANGE_HEAD + at, len),
         }
     }
 
     pub(crate) fn flush(&self) -> io::Result<()> {
         match self {
-            Medium::Files { data, .. } => data.sync_data(),
+            Medium::Files { data, .. } => data.sync(),
             // Each write was on its medium before it was answered.
             Medium::Range { .. } => Ok(()),
         }
@@ -60,8 +55,8 @@ impl Medium {
         let at = (number - 1) % 2 * SLOT_BYTES as u64;
         match self {
             Medium::Files { state, .. } => {
-                state.write_all_at(slot, at)?;
-                state.sync_data()
+                state.write(slot, at)?;
+                state.sync()
             }
             Medium::Range { lun, start } => lun.write(slot, start + at),
         }
@@ -77,13 +72,16 @@ impl Medium {
 
     /// Whether it is a LUN that has failed: it is opened anew when nothing has this one any more, so no thread may wait with it.
     pub(crate) fn has_failed(&self) -> bool {
-        self.asks_who_has_it().is_some_and(|lun| lun.has_failed())
+        match self {
+            Medium::Files { data, .. } => data.has_gone(),
+            Medium::Range { lun, .. } => lun.has_failed(),
+        }
     }
 
     /// After a failed flush the memory may have what the medium has not. A repair would find it equal.
     pub(crate) fn forget_memory(&self) {
         if let Medium::Files { data, .. } = self {
-            let _ = fadvise(data, 0, None, Advice::DontNeed);
+            data.forget_memory();
         }
     }
 }

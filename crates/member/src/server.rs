@@ -16,6 +16,7 @@ use rustix::io::Errno;
 
 use crate::Fault;
 use crate::copy::Copy;
+use crate::disk::Machine;
 use crate::folder::Folder;
 use crate::link::Budget;
 use crate::lun::{self, LunName, LunStore};
@@ -75,7 +76,26 @@ impl Server {
         // The first bytes of a hash are as good as the whole identifier, and are a number.
         let boot =
             blake3::hash(&boot).as_bytes().first_chunk().map_or(0, |b| u64::from_be_bytes(*b));
-        Ok(Server::of(Store::Folder(Folder::open(folder, pool, name)?), BootId(boot)))
+        Ok(Server::of(
+            Store::Folder(Folder::open(folder, pool, name, Machine::default())?),
+            BootId(boot),
+        ))
+    }
+
+    /// A server on a simulated machine, whose start is the system's.
+    ///
+    /// # Errors
+    /// As [`new`](Server::new).
+    #[cfg(feature = "testing")]
+    pub fn simulated(
+        folder: &Path,
+        pool: [u8; 16],
+        name: &str,
+        power: &crate::power::Power,
+    ) -> Result<Server, Fault> {
+        let machine = Machine::simulated(power.clone());
+        let folder = Folder::open(folder, pool, name, machine)?;
+        Ok(Server::of(Store::Folder(folder), BootId(power.boot())))
     }
 
     /// A LUN, served to the owner that this process is. Nobody else on this host opens it meanwhile.
@@ -213,7 +233,7 @@ impl Shared {
         let files = match &*store {
             Store::Folder(folder) => folder.open_copy(extent)?,
             Store::Lun(lun) => match lun.open_copy(extent, generation, owner)? {
-                lun::Opened::Files(files) => files,
+                lun::Opened::Files(files) => *files,
                 lun::Opened::Refused(stored) => return Ok(Opened::Refused(stored)),
             },
         };

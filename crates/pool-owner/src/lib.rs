@@ -18,6 +18,8 @@ mod disk;
 mod link;
 mod lock;
 mod luns;
+#[cfg(test)]
+mod machines;
 mod member;
 mod open;
 mod parts;

@@ -81,6 +81,39 @@ impl Place {
         Some(server.address)
     }
 
+    /// What an answer says, and what was read. The error: whether the server has said it, and what is wrong.
+    pub(crate) fn reply(
+        &self,
+        header: &Header,
+        payload: Vec<u8>,
+    ) -> Result<(Reply, Vec<u8>), (bool, String)> {
+        let op = OpId(header.op);
+        let regions = || {
+            let regions = regions_from_bytes(&payload).map_err(|e| (false, e.to_string()))?;
+            let count = self.bytes.div_ceil(crate::set::region_bytes(self.bytes));
+            match regions.iter().all(|region| region.0 < count) {
+                true => Ok(regions.into_iter().collect::<std::collections::BTreeSet<Region>>()),
+                false => Err((false, "it names regions behind the copy's end".to_owned())),
+            }
+        };
+        let reply = match header.kind {
+            Kind::Opened if header.len != crate::set::region_bytes(self.bytes) => {
+                return Err((false, format!("its regions have {} bytes", header.len)));
+            }
+            Kind::Opened => Reply::Opened { incomplete: header.start != 0, dirty: regions()? },
+            Kind::Refused => Reply::Refused { stored: Generation(header.start) },
+            Kind::Done => return Ok((Reply::Done { op }, payload)),
+            Kind::Dirty => Reply::Bits { op, dirty: regions()? },
+            Kind::Failed => {
+                let errno = i32::try_from(header.start).map(Errno::from_raw_os_error);
+                let errno = errno.map_or_else(|_| String::new(), |e| format!(" ({e})"));
+                return Err((true, format!("{}{errno}", words(&payload))));
+            }
+            other => return Err((false, format!("{other:?} is no answer"))),
+        };
+        Ok((reply, Vec::new()))
+    }
+
     /// Makes the file of a disk that no owner has opened yet.
     ///
     /// # Errors
@@ -206,7 +239,7 @@ impl Thread {
         let began = Instant::now();
         loop {
             let taken = match link.receive() {
-                Ok((header, payload)) => self.reply(&header, payload),
+                Ok((header, payload)) => self.place.reply(&header, payload),
                 // The end: the server has gone, or the owner has closed it.
                 Err(e) if e.kind() != std::io::ErrorKind::InvalidData => break,
                 Err(e) => Err((false, e.to_string())),
@@ -228,35 +261,6 @@ impl Thread {
         set.ended(conn);
     }
 
-    /// What an answer says, and what was read. The error: whether the server has said it, and what is wrong.
-    fn reply(&self, header: &Header, payload: Vec<u8>) -> Result<(Reply, Vec<u8>), (bool, String)> {
-        let op = OpId(header.op);
-        let regions = || {
-            let regions = regions_from_bytes(&payload).map_err(|e| (false, e.to_string()))?;
-            let count = self.place.bytes.div_ceil(crate::set::region_bytes(self.place.bytes));
-            match regions.iter().all(|region| region.0 < count) {
-                true => Ok(regions.into_iter().collect::<std::collections::BTreeSet<Region>>()),
-                false => Err((false, "it names regions behind the copy's end".to_owned())),
-            }
-        };
-        let reply = match header.kind {
-            Kind::Opened if header.len != crate::set::region_bytes(self.place.bytes) => {
-                return Err((false, format!("its regions have {} bytes", header.len)));
-            }
-            Kind::Opened => Reply::Opened { incomplete: header.start != 0, dirty: regions()? },
-            Kind::Refused => Reply::Refused { stored: Generation(header.start) },
-            Kind::Done => return Ok((Reply::Done { op }, payload)),
-            Kind::Dirty => Reply::Bits { op, dirty: regions()? },
-            Kind::Failed => {
-                let errno = i32::try_from(header.start).map(Errno::from_raw_os_error);
-                let errno = errno.map_or_else(|_| String::new(), |e| format!(" ({e})"));
-                return Err((true, format!("{}{errno}", words(&payload))));
-            }
-            other => return Err((false, format!("{other:?} is no answer"))),
-        };
-        Ok((reply, Vec::new()))
-    }
-
     fn log(&self, set: &Set, what: &str) {
         let server = &self.place.server;
         limited!(
@@ -271,30 +275,23 @@ impl Thread {
 
 #[cfg(test)]
 mod tests {
-    use ferrite_etcd::{Cluster, Settings};
     use ferrite_pool::wire::regions_to_bytes;
 
     use super::*;
 
-    /// The thread of a copy of 4 MiB, which has four regions.
-    fn thread() -> Thread {
-        let endpoints = vec!["http://127.0.0.1:1".to_owned()];
-        let cluster = Settings { endpoints, tls: None, plain: true, cluster: None };
-        let access = Access::new(Cluster::new(&cluster).unwrap(), "p").unwrap();
-        let pool = Id::random();
-        let luns = Arc::new(Luns::new(pool, "/nonexistent".into()));
-        let way = Way { access: Arc::new(access), pool, tls: None, luns };
+    /// A copy of 4 MiB, which has four regions.
+    fn place() -> Place {
         let (id, name) = (Id::random(), "d-0-0".to_owned());
         let server = "a".to_owned();
         let copy = Copy { member: 0, server, id, name, leaves: false, start: None };
-        Thread::new(Place::of(&copy, 4 << 20, None), Arc::new(way), Weak::new())
+        Place::of(&copy, 4 << 20, None)
     }
 
     #[test]
     fn a_server_that_says_what_cannot_be_is_not_believed() {
         let answer = |kind, start, len, payload: Vec<u8>| {
             let header = Header { kind, op: 7, start, len, payload: payload.len() as u32 };
-            thread().reply(&header, payload)
+            place().reply(&header, payload)
         };
         let regions = |numbers: &[u64]| regions_to_bytes(numbers.iter().map(|n| Region(*n)));
         let (opened, _) = answer(Kind::Opened, 1, 1 << 20, regions(&[0, 3])).unwrap();

@@ -16,7 +16,7 @@ use crate::luns::Luns;
 use crate::member::{self, Place, Way};
 use crate::records::Records;
 use crate::set::Set;
-use crate::{Name, copies, records};
+use crate::{Name, copies, now, records};
 
 /// How long a disk may take to be served. The client of the stream waits for 10 s.
 const OPENING: Duration = Duration::from_secs(8);
@@ -170,7 +170,7 @@ pub(crate) fn sets(
         let called =
             (format!("{}, set {number}", wanted.shown), state.record_key(wanted.disk, number));
         let found = (Revision(record.revision.0), Record::from(&record.stored));
-        Set::new(called, places, bytes, wanted.me, found, changes.clone())
+        Set::new(called, places, bytes, wanted.me, found, changes.clone(), now)
     };
     map.sets().zip(found).enumerate().skip(first).map(set).collect()
 }

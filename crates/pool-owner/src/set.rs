@@ -14,7 +14,6 @@ pub(crate) use ferrite_pool::wire::region_bytes;
 
 use crate::link::{Link, Payload};
 use crate::member::Place;
-use crate::now;
 use crate::parts::{Ended, Part};
 use crate::records::{Records, Wanted};
 
@@ -39,6 +38,8 @@ pub(crate) struct Set {
     /// The record's key.
     key: String,
     records: Records,
+    /// The clock, in nanoseconds.
+    now: fn() -> u64,
     inner: Mutex<Inner>,
 }
 
@@ -84,6 +85,7 @@ impl Set {
         me: OwnerId,
         found: (Revision, Record),
         records: Records,
+        now: fn() -> u64,
     ) -> Arc<Set> {
         // The first effect is to read the record, which was read already.
         let (machine, _) = Owner::start(Config {
@@ -112,7 +114,7 @@ impl Set {
             is_over: false,
         };
         let inner = Mutex::new(inner);
-        Arc::new(Set { name, key, records, inner })
+        Arc::new(Set { name, key, records, now, inner })
     }
 
     /// Takes the disk. Each copy has a thread that connects.
@@ -170,6 +172,12 @@ impl Set {
     pub(crate) fn is_serving(&self) -> Result<bool, Failure> {
         let inner = self.lock();
         inner.machine.failure().map_or(Ok(inner.machine.is_serving()), Err)
+    }
+
+    /// Whether all is as it should be.
+    #[cfg(test)]
+    pub(crate) fn is_settled(&self) -> bool {
+        self.lock().machine.is_settled()
     }
 
     /// Something has happened.
@@ -269,7 +277,7 @@ impl Set {
             return Vec::new();
         }
         let mut ended = Vec::new();
-        for effect in inner.machine.handle(now(), event) {
+        for effect in inner.machine.handle((self.now)(), event) {
             self.carry_out(inner, effect, &mut ended);
         }
         let Inner { machine, data, .. } = inner;

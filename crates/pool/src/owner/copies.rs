@@ -53,9 +53,72 @@ impl Owner {
             self.effects.extend(conn.map(Effect::Close));
         }
         self.ops.retain(|_, (_, of)| !gone.contains(of));
+        // It was opened while its leave was not settled.
+        if self.returning.as_ref().is_some_and(|it| gone.contains(&it.member)) {
+            self.returning = None;
+        }
         if self.in_sync().len() == 1 {
             self.unequal.clear();
         }
         self.without(gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use crate::{
+        Blocks, Config, ConnId, Effect, Event, Generation, MemberId, Owner, OwnerId, Record, Reply,
+        Request, RequestId, Revision, Rules, Said, Wanted,
+    };
+
+    #[test]
+    fn nothing_waits_for_a_copy_that_is_opened_while_it_leaves() {
+        let (mut owner, _) = Owner::start(Config {
+            me: OwnerId(1),
+            trust: 1_000,
+            drift: 10,
+            patience: 500,
+            grace: 100,
+            region_blocks: 2,
+            copy_blocks: 2,
+            disk_blocks: 4,
+            min: 1,
+            rules: Rules::default(),
+        });
+        let (stays, leaves) = ((MemberId(0), ConnId(1)), (MemberId(1), ConnId(2)));
+        let record = Record {
+            generation: Generation(0),
+            owner: OwnerId(0),
+            in_sync: [stays.0].into(),
+            out: [leaves.0].into(),
+            nonce: 0,
+        };
+        let opened = || Reply::Opened { incomplete: false, dirty: BTreeSet::new() };
+        let write = Wanted::Write(Blocks { start: 0, end: 1 });
+        let events = [
+            Event::Record(Some((Revision(1), record))),
+            Event::Said(Said::Won(Revision(2))),
+            Event::Connected(stays.0, stays.1),
+            Event::Reply(stays.1, opened()),
+            Event::Tick,
+            Event::Connected(leaves.0, leaves.1),
+            Event::Copies { stay: [stays.0].into(), leave: [leaves.0].into() },
+            Event::Reply(leaves.1, opened()),
+            Event::Said(Said::Won(Revision(3))),
+            Event::Request(RequestId(1), write),
+        ];
+        let mut effects = Vec::new();
+        for (time, event) in (1..).zip(events) {
+            effects = owner.handle(time, event);
+        }
+        let mut answered = Vec::new();
+        for effect in effects {
+            if let Effect::Send(conn, Request::Io { op, .. }) = effect {
+                answered.extend(owner.handle(20, Event::Reply(conn, Reply::Done { op })));
+            }
+        }
+        assert!(answered.contains(&Effect::Answer(RequestId(1))), "{owner:?}");
     }
 }
