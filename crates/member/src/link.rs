@@ -126,10 +126,14 @@ impl Link {
     ///
     /// # Errors
     /// The connection has ended, or takes too long.
-    pub(crate) fn send(&self, mut bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send_part(bytes, SendFlags::NOSIGNAL)
+    }
+
+    fn send_part(&self, mut bytes: &[u8], flags: SendFlags) -> io::Result<()> {
         let by = message_end();
         while !bytes.is_empty() {
-            match send(&self.socket, bytes, SendFlags::NOSIGNAL) {
+            match send(&self.socket, bytes, flags) {
                 Ok(sent) => bytes = &bytes[sent..],
                 Err(Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
@@ -179,7 +183,10 @@ impl Drop for Room {
 /// Sends what is queued until the end of the connection.
 pub(crate) fn send_all(link: &Link, queue: &Receiver<Out>) {
     while let Ok(Out::Message(header, payload, request)) = queue.recv() {
-        if link.send(&header.to_bytes()).and_then(|()| link.send(&payload)).is_err() {
+        // The header leaves with the payload: alone it would be a packet, and wake the other side.
+        let more = if payload.is_empty() { SendFlags::empty() } else { SendFlags::MORE };
+        let head = link.send_part(&header.to_bytes(), SendFlags::NOSIGNAL | more);
+        if head.and_then(|()| link.send(&payload)).is_err() {
             break;
         }
         drop((payload, request));
