@@ -41,7 +41,7 @@ pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
         pauses.collect::<Result<Vec<f64>>>().map(|all| pause_row(what, most, &all))
     };
     let mut rows = vec![
-        row("a server is killed", 1.0, &mut |pool, _| Ok(pool.kill(1)), &mut |p, _| p.serve(1))?,
+        row("a server is killed", 1.0, &mut |pool, _| pool.kill(1), &mut |p, _| p.serve(1))?,
         row(
             "a server is silent",
             5.0,

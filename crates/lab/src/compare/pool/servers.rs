@@ -135,8 +135,8 @@ impl<'a> Pool<'a> {
     }
 
     /// Kills a server as a crash does.
-    pub(super) fn kill(&mut self, number: usize) {
-        self.servers[number] = None;
+    pub(super) fn kill(&mut self, number: usize) -> Result<()> {
+        self.servers[number].take().map(drop).context("the server does not run")
     }
 
     /// A server that runs.
