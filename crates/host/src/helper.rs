@@ -17,6 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use ferrite_nbd::address::Helped;
 use ferrite_nbd::uri::pool::{Disk, Security};
 use rustix::io::Errno;
+use rustix::net::sockopt::{set_socket_send_buffer_size, set_socket_send_buffer_size_force};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, WaitOptions, waitpid};
 
@@ -39,6 +40,8 @@ pub const CONTROL: Protocol =
     Protocol { name: "the socket of a disk's helper", max_bytes: 16, max_files: 1 };
 /// The one message.
 pub const LINK: &[u8] = b"link";
+/// What a stream holds in each direction. The kernel counts its own needs, too, and takes twice as much for both.
+const STREAM_BYTES: usize = 1 << 20;
 /// Streams that wait in a control socket, while the helper opens its disk.
 const ATTEMPTS: usize = 2;
 
@@ -75,6 +78,7 @@ pub(crate) fn begin(
     let (ours, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     rustix::io::ioctl_fionbio(&ours, true)?;
+    [&ours, &theirs].into_iter().for_each(make_room);
     let mut helpers = HELPERS.lock().unwrap_or_else(PoisonError::into_inner);
     for _ in 0..ATTEMPTS {
         if !helpers.contains_key(&key) {
@@ -92,6 +96,14 @@ pub(crate) fn begin(
         }
     }
     Err(Errno::PIPE)
+}
+
+/// Has a stream take a request of the usual size as a whole. With less room both sides wake each other several times for it.
+fn make_room(socket: &OwnedFd) {
+    // Above the host's limit it takes a right that not every user has. Less is slower, and works.
+    if set_socket_send_buffer_size_force(socket, STREAM_BYTES).is_err() {
+        let _ = set_socket_send_buffer_size(socket, STREAM_BYTES);
+    }
 }
 
 fn start(disk: &Helped, read_only: bool, starter: Starter) -> io::Result<Helper> {
@@ -198,6 +210,19 @@ mod tests {
     use ferrite_nbd::uri::rbd::Image;
 
     use super::*;
+
+    #[test]
+    fn a_stream_takes_a_large_request_as_a_whole() {
+        let (ours, _theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        rustix::io::ioctl_fionbio(&ours, true).unwrap();
+        make_room(&ours);
+        let is_limited = !rustix::process::geteuid().is_root();
+        let request = vec![7; 28 + (512 << 10)];
+        let sent = rustix::io::write(&ours, &request).unwrap();
+        assert!(sent == request.len() || is_limited, "{sent} of {}", request.len());
+    }
 
     #[test]
     fn a_helper_is_told_its_disk_and_where_that_is() {

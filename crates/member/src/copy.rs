@@ -256,7 +256,10 @@ impl Copy {
         if inner.jobs.is_empty() {
             return;
         }
-        self.more.notify_all();
+        // One for each: those that find nothing to do take the processor from the one that does.
+        for _ in 0..inner.jobs.len().min(inner.idle) {
+            self.more.notify_one();
+        }
         let wanted = inner.jobs.len().saturating_sub(inner.idle);
         for _ in 0..wanted.min(MAX_THREADS - inner.threads) {
             let copy = self.clone();

@@ -20,6 +20,9 @@ const TURN: Duration = Duration::from_secs(2);
 /// Time for a message, once its first byte is there, and for an answer to leave.
 const MESSAGE_TIME: Duration = Duration::from_secs(30);
 
+/// Answers with no more data than this are sent by the thread that has them.
+const SMALL_BYTES: usize = 16 << 10;
+
 /// The room that all connections share.
 #[derive(Default)]
 pub(crate) struct Budget {
@@ -41,6 +44,8 @@ pub(crate) struct Link {
     used: Mutex<Used>,
     is_closed: AtomicBool,
     outbox: Sender<Out>,
+    /// Messages that the thread that sends has, or is to have.
+    queued: Mutex<usize>,
 }
 
 /// The room that a request takes until its answer has left.
@@ -53,6 +58,8 @@ pub(crate) struct Room {
 pub(crate) enum Out {
     /// Send this. The room is free then.
     Message(Header, Vec<u8>, Option<Arc<crate::copy::Request>>),
+    /// Send the rest of an answer.
+    Rest(Vec<u8>),
     /// End the connection.
     End,
 }
@@ -68,18 +75,40 @@ impl Link {
         // A peer whose machine has gone is noticed. A tunnel's socket knows no such thing.
         let _ = set_socket_keepalive(&socket, true);
         let (used, is_closed) = (Mutex::default(), AtomicBool::new(false));
-        Ok(Link { socket, budget, used, is_closed, outbox })
+        Ok(Link { socket, budget, used, is_closed, outbox, queued: Mutex::new(0) })
     }
 
-    /// Queues an answer.
+    /// Sends an answer, or queues it. It does not wait.
     pub(crate) fn answer(
         &self,
         header: Header,
         payload: Vec<u8>,
         of: Option<Arc<crate::copy::Request>>,
     ) {
-        // The thread that sends has ended with the connection.
-        let _ = self.outbox.send(Out::Message(header, payload, of));
+        let mut queued = self.queued.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut out = Out::Message(header, payload, of);
+        // Behind others it would overtake them.
+        if *queued == 0
+            && let Out::Message(header, payload, _) = &out
+            && payload.len() <= SMALL_BYTES
+        {
+            let mut bytes = header.to_bytes().to_vec();
+            bytes.extend(payload);
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match send(&self.socket, &bytes, flags) {
+                Ok(sent) if sent == bytes.len() => return,
+                Ok(sent) => out = Out::Rest(bytes.split_off(sent)),
+                // The thread finds the same error, and ends the connection.
+                Err(_) => {}
+            }
+        }
+        *queued += 1;
+        // That thread has ended with the connection.
+        let _ = self.outbox.send(out);
+    }
+
+    fn sent_one(&self) {
+        *self.queued.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
 
     /// Takes nothing more from the other side. What is queued still leaves, then the connection ends.
@@ -126,10 +155,21 @@ impl Link {
     ///
     /// # Errors
     /// The connection has ended, or takes too long.
-    pub(crate) fn send(&self, mut bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send_part(bytes, SendFlags::NOSIGNAL)
+    }
+
+    /// The header leaves with the payload: alone it would be a packet, and wake the other side.
+    fn send_message(&self, header: &Header, payload: &[u8]) -> io::Result<()> {
+        let more = if payload.is_empty() { SendFlags::empty() } else { SendFlags::MORE };
+        self.send_part(&header.to_bytes(), SendFlags::NOSIGNAL | more)?;
+        self.send(payload)
+    }
+
+    fn send_part(&self, mut bytes: &[u8], flags: SendFlags) -> io::Result<()> {
         let by = message_end();
         while !bytes.is_empty() {
-            match send(&self.socket, bytes, SendFlags::NOSIGNAL) {
+            match send(&self.socket, bytes, flags) {
                 Ok(sent) => bytes = &bytes[sent..],
                 Err(Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
@@ -178,11 +218,20 @@ impl Drop for Room {
 
 /// Sends what is queued until the end of the connection.
 pub(crate) fn send_all(link: &Link, queue: &Receiver<Out>) {
-    while let Ok(Out::Message(header, payload, request)) = queue.recv() {
-        if link.send(&header.to_bytes()).and_then(|()| link.send(&payload)).is_err() {
+    while let Ok(out) = queue.recv() {
+        let sent = match out {
+            Out::Message(header, payload, request) => {
+                let sent = link.send_message(&header, &payload);
+                drop(request);
+                sent
+            }
+            Out::Rest(bytes) => link.send(&bytes),
+            Out::End => break,
+        };
+        if sent.is_err() {
             break;
         }
-        drop((payload, request));
+        link.sent_one();
     }
     link.is_closed.store(true, Ordering::Release);
     let _ = shutdown(&link.socket, Shutdown::Both);
@@ -191,4 +240,38 @@ pub(crate) fn send_all(link: &Link, queue: &Receiver<Out>) {
 
 pub(crate) fn message_end() -> Instant {
     Instant::now() + MESSAGE_TIME
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc::channel;
+
+    use ferrite_pool::wire::Kind;
+
+    use super::*;
+
+    #[test]
+    fn a_small_answer_does_not_overtake_a_queued_one() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let (outbox, queue) = channel();
+        let link = Arc::new(Link::new(ours.into(), Arc::default(), outbox).unwrap());
+        let mut wanted = Vec::new();
+        for (op, bytes) in [(1, 8), (2, SMALL_BYTES + 1), (3, 8), (4, 0)] {
+            let header = Header { kind: Kind::Done, op, start: 0, len: 0, payload: bytes as u32 };
+            let data = vec![op as u8; bytes];
+            wanted.extend(header.to_bytes());
+            wanted.extend(&data);
+            link.answer(header, data, None);
+        }
+        link.close();
+        let mut sent = Vec::new();
+        std::thread::scope(|scope| {
+            let link = &link;
+            scope.spawn(move || send_all(link, &queue));
+            theirs.read_to_end(&mut sent).unwrap();
+        });
+        assert!(sent == wanted, "{} of {} bytes", sent.len(), wanted.len());
+    }
 }

@@ -15,6 +15,7 @@ pub(crate) struct Ferrite {
     bench: PathBuf,
     /// The duration of each run.
     seconds: f64,
+    is_built: bool,
 }
 
 impl Ferrite {
@@ -30,7 +31,24 @@ impl Ferrite {
         })?;
         let program = steps::target_dir().join("release/ferrite");
         let bench = program.with_file_name("ferrite-bench");
-        Ok(Ferrite { program, bench, seconds })
+        Ok(Ferrite { program, bench, seconds, is_built: true })
+    }
+
+    /// Builds a further program beside these, if they were built.
+    ///
+    /// # Errors
+    /// It cannot be built, or is not there.
+    pub(crate) fn build_beside(&self, name: &str) -> Result<()> {
+        if self.is_built {
+            step(&format!("build {name} (release)"), || {
+                let mut command = cargo();
+                command.args(["build", "--locked", "--release", "--package", name]);
+                run_logged(&mut command, &fresh_log("bench-build-beside")?)
+            })?;
+        }
+        let file = self.program.with_file_name(name);
+        ensure!(file.is_file(), "{} is not there", file.display());
+        Ok(())
     }
 
     /// The programs in the folder of this one.
@@ -55,7 +73,7 @@ impl Ferrite {
              cargo build --release --package ferrite --package ferrite-lab",
             bench.display()
         );
-        Ok(Ferrite { program, bench, seconds })
+        Ok(Ferrite { program, bench, seconds, is_built: false })
     }
 
     /// One run on `image`, with these options, separated by spaces.

@@ -4,8 +4,8 @@ mod pace;
 mod reads;
 
 use ferrite_pool::{
-    Config, ConnId, Effect, Event, Generation, MemberId, Members, OpId, Owner, OwnerId, Record,
-    Reply, Request, Revision, Rules, Said,
+    Config, ConnId, Effect, Event, Generation, Io, MemberId, Members, OpId, Owner, OwnerId, Record,
+    Region, Reply, Request, Revision, Rules, Said,
 };
 
 /// Blocks of a region, and of the largest piece that is copied: a MiB.
@@ -15,6 +15,11 @@ const SECOND: u64 = 1_000_000_000;
 /// An owner that serves from the first nanosecond on, with the first members in sync, and others out of it. The connection of
 /// each has its number.
 fn serving(in_sync: u8, out: u8) -> Owner {
+    serving_with(in_sync, out, 0).0
+}
+
+/// The same with so many first regions that the one before has not flushed, and what it does about them.
+fn serving_with(in_sync: u8, out: u8, dirty: u64) -> (Owner, Vec<Effect>) {
     let (mut owner, _) = Owner::start(Config {
         me: OwnerId(1),
         trust: 2 * SECOND,
@@ -35,16 +40,23 @@ fn serving(in_sync: u8, out: u8) -> Owner {
         Record { generation, owner: owner_before, in_sync: in_sync.clone(), out, nonce: 0 };
     owner.handle(1, Event::Record(Some((Revision(1), record))));
     owner.handle(1, Event::Said(Said::Won(Revision(2))));
+    let mut effects = Vec::new();
     for member in in_sync {
         let conn = ConnId(member.0.into());
         owner.handle(1, Event::Connected(member, conn));
-        let opened = Reply::Opened { incomplete: false, dirty: Default::default() };
-        for (conn, op) in ops(&owner.handle(1, Event::Reply(conn, opened))) {
-            owner.handle(1, Event::Reply(conn, Reply::Done { op }));
-        }
+        let dirty = (0..dirty).map(Region).collect();
+        effects.extend(
+            owner.handle(1, Event::Reply(conn, Reply::Opened { incomplete: false, dirty })),
+        );
+    }
+    let is_confirm =
+        |effect: &Effect| matches!(effect, Effect::Send(_, Request::Io { io: Io::Confirm, .. }));
+    let (confirms, mut others): (Vec<_>, Vec<_>) = effects.into_iter().partition(is_confirm);
+    for (conn, op) in ops(&confirms) {
+        others.extend(owner.handle(1, Event::Reply(conn, Reply::Done { op })));
     }
     assert!(owner.is_serving());
-    owner
+    (owner, others)
 }
 
 /// The operations that are sent, and by which connections.

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ferrite_pool::{
-    Blocks, ConnId, Effect, Event, Io, Owner, Region, Reply, Request, RequestId, Revision, Said,
-    Wanted,
+    Blocks, ConnId, Effect, Event, Io, OpId, Owner, Region, Reply, Request, RequestId, Revision,
+    Said, Wanted,
 };
 
-use crate::{REGION, SECOND, serving};
+use crate::{REGION, SECOND, serving, serving_with};
 
 const MILLISECOND: u64 = SECOND / 1000;
 /// How long a member takes for a piece, and for anything else.
@@ -146,4 +146,39 @@ fn a_copy_without_requests_uses_all_of_the_time() {
     assert!(seen.copying * 10 >= seen.all * 9, "{} of {}", seen.copying, seen.all);
     // Each region is read and written, two at a time.
     assert!(seen.all < MISSED * 2 * COPY);
+}
+
+/// The reads of copies among these: their connections, operations and blocks.
+fn reads(effects: &[Effect]) -> Vec<(ConnId, OpId, Blocks)> {
+    let reads = effects.iter().filter_map(|effect| match effect {
+        Effect::Send(conn, Request::Io { op, io: Io::Read { blocks } }) => {
+            Some((*conn, *op, *blocks))
+        }
+        _ => None,
+    });
+    reads.collect()
+}
+
+#[test]
+fn what_a_read_waits_for_is_copied_at_once() {
+    let (mut owner, begun) = serving_with(2, 0, MISSED);
+    let begun = reads(&begun);
+    assert_eq!(begun.len(), 2, "nobody uses it yet");
+    // Somebody does, and the copies under way end.
+    let far = Wanted::Write(Blocks { start: 99 * REGION, end: 99 * REGION + 8 });
+    owner.handle(2, Event::Request(RequestId(1), far));
+    for (conn, op, _) in begun {
+        let written = owner.handle(COPY, Event::Reply(conn, Reply::Done { op }));
+        for effect in written {
+            if let Effect::Send(conn, Request::Io { op, io: Io::Repair { .. } }) = effect {
+                let next = owner.handle(2 * COPY, Event::Reply(conn, Reply::Done { op }));
+                assert_eq!(reads(&next), []);
+            }
+        }
+    }
+    let start = (MISSED - 1) * REGION;
+    let wanted = Wanted::Read(Blocks { start, end: start + 8 });
+    let effects = owner.handle(2 * COPY + 1, Event::Request(RequestId(2), wanted));
+    let copies: Vec<Blocks> = reads(&effects).into_iter().map(|(_, _, blocks)| blocks).collect();
+    assert_eq!(copies, [Blocks { start, end: start + REGION }]);
 }

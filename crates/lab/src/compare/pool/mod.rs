@@ -31,6 +31,8 @@ use super::Setup;
 use super::result::Measurement;
 
 const PART: &str = "pool";
+/// The servers have the same processors: a guest that polls would take them from those.
+const GUEST: &str = "--guest-poll 0";
 
 /// Rows that can be measured alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

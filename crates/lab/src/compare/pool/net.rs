@@ -20,6 +20,9 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// What may leave at once: some packets as the kernel puts them together.
 const BURST: &str = "256kb";
 
+/// As in a network for storage. With frames of 1500 bytes one twentieth of a link would be headers.
+const MTU: u32 = 9000;
+
 /// A network namespace.
 pub(super) struct Host {
     /// Reads the pipe that this process has the other end of.
@@ -99,7 +102,7 @@ impl Net {
         {
             let at = address(number, is_middle);
             host.run(&format!("ip address add {at}/30 dev {name}"))?;
-            host.run(&format!("ip link set {name} up"))?;
+            host.run(&format!("ip link set dev {name} mtu {MTU} up"))?;
             if let Some(rate) = bytes_per_s {
                 host.run(&format!(
                     "tc qdisc add dev {name} root tbf rate {}bit burst {BURST} latency 50ms",

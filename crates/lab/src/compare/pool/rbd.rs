@@ -15,7 +15,7 @@ use super::super::rounds::{Plan, Sample};
 use super::ceph::{Cluster, POOL};
 use super::net::{child, peak_mib};
 use super::pauses::{self, LOAD, MOST_ROUNDS, SECONDS};
-use super::{PART, worst};
+use super::{GUEST, PART, worst};
 
 const IMAGE: &str = "bench";
 const IMAGE_MIB: u64 = 256;
@@ -32,6 +32,7 @@ const LOADS: [(&str, u32); 3] = [("4k", 1), ("4k", 32), ("512k", 8)];
 /// Runs all measurements.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     packages::ensure(&[NEEDS])?;
+    setup.ferrite.build_beside("ferrite-rbd")?;
     let cluster = step("a cluster of three OSDs", || Cluster::shared().context("Ceph is missing"))?;
     cluster.image(IMAGE, IMAGE_MIB);
     let conf = cluster.path("uncached.conf");
@@ -84,14 +85,14 @@ fn modes(block: &str) -> [&'static str; 2] {
 }
 
 fn bench(setup: &Setup, name: &str, options: &str) -> Result<Sample> {
-    setup.ferrite.bench(name, &format!("{options} --force-overwrite"))
+    setup.ferrite.bench(name, &format!("{options} {GUEST} --force-overwrite"))
 }
 
 /// A guest's pause when the helper is killed, and what the next one has had resident.
 fn helper(setup: &Setup, name: &str) -> Result<Vec<Measurement>> {
     let (mut waits, mut peaks) = (Vec::new(), Vec::new());
     for _ in 0..setup.runs.min(MOST_ROUNDS) {
-        let mut guest = setup.ferrite.bench_command(SECONDS, name, LOAD);
+        let mut guest = setup.ferrite.bench_command(SECONDS, name, &format!("{LOAD} {GUEST}"));
         let guest = guest.arg("--force-overwrite").stdout(Stdio::piped()).stderr(Stdio::piped());
         let guest = guest.spawn().context("cannot start ferrite-bench")?;
         waits.push(pauses::longest(guest, |pid| {

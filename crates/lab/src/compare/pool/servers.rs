@@ -16,6 +16,7 @@ use tempfile::TempDir;
 use super::super::Setup;
 use super::super::ferrite::parse;
 use super::super::rounds::Sample;
+use super::GUEST;
 use super::net::{Net, address};
 
 /// The pool's name.
@@ -134,8 +135,8 @@ impl<'a> Pool<'a> {
     }
 
     /// Kills a server as a crash does.
-    pub(super) fn kill(&mut self, number: usize) {
-        self.servers[number] = None;
+    pub(super) fn kill(&mut self, number: usize) -> Result<()> {
+        self.servers[number].take().map(drop).context("the server does not run")
     }
 
     /// A server that runs.
@@ -190,7 +191,10 @@ impl<'a> Pool<'a> {
     pub(super) fn guest(&self, image: &str, seconds: f64, options: &str) -> Command {
         let mut command = self.command(self.setup.ferrite.bench_program());
         command.args([image, "--json", "--force-overwrite", "--seconds", &seconds.to_string()]);
-        command.args(options.split_whitespace()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .args(options.split_whitespace().chain(GUEST.split(' ')))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         command
     }
 

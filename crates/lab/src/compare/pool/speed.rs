@@ -81,8 +81,9 @@ pub(super) fn single(setup: &Setup) -> Result<Vec<Measurement>> {
         plan.run(setup.runs)
     };
     let row = |rounds: &Rounds, mode: &str| {
-        let time = |of: &str| rounds.each(|round| round.of(of).lat_us);
-        let name = format!("links without a limit, 4 KiB {mode}, depth 1, a mirror of two: time");
+        let time = |of: &str| rounds.each(|round| round.of(of).p50_us);
+        let name =
+            format!("links without a limit, 4 KiB {mode}, depth 1, a mirror of two: median time");
         Measurement::of_runs(PART, name, "us", &time(MIRROR.0))
             .against_runs("one server", &time(ONE.0))
     };
@@ -114,7 +115,7 @@ pub(super) fn beside_return(setup: &Setup) -> Result<Vec<Measurement>> {
 }
 
 fn while_returning(pool: &mut Pool<'_>, name: &str, options: &str) -> Result<Sample> {
-    pool.kill(1);
+    pool.kill(1)?;
     // All regions have writes that it misses.
     pool.bench(name, "--mode write --block 512K --depth 16")?;
     pool.serve(1)?;
