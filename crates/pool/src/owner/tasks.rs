@@ -84,14 +84,17 @@ impl Owner {
         members
     }
 
-    /// A member in sync that can be read from.
+    /// A member in sync that can be read from: one of those that the fewest operations wait for.
     pub(super) fn source(&self) -> Option<MemberId> {
         let in_sync = self.readable();
         let usable = |member: &&MemberId| self.links.get(*member).is_some_and(|l| l.is_usable());
-        // Reads are spread over the members.
         let open: Vec<&MemberId> = in_sync.iter().filter(usable).collect();
-        let turn = usize::try_from(self.last_id).unwrap_or(0) % open.len().max(1);
-        open.get(turn).map(|member| **member)
+        let waits = |member: MemberId| self.ops.values().filter(|(_, of)| *of == member).count();
+        // Of equal ones each in its turn: a read takes two numbers, one of its task and one of its operation.
+        let turn = usize::try_from(self.last_id / 2).unwrap_or(0);
+        let place = |at: usize| (at + turn) % open.len();
+        let least = (0..open.len()).min_by_key(|at| (waits(*open[*at]), place(*at)))?;
+        Some(*open[least])
     }
 
     pub(super) fn begin(&mut self, task: Task) -> TaskId {

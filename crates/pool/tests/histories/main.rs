@@ -7,7 +7,7 @@ mod random;
 mod world;
 
 use ferrite_pool::{Rule, Rules, Wanted};
-use world::{Act, FIRST, Plan, World, directed};
+use world::{Act, FIRST, Plan, World, directed, reads};
 
 fn histories(rules: Rules, seeds: std::ops::Range<u64>) -> Option<(u64, String)> {
     for seed in seeds {
@@ -71,6 +71,14 @@ left_out! {
 /// An act every few milliseconds.
 fn often(from: u64, to: u64, act: Act) -> impl Iterator<Item = (u64, Act)> {
     (from..to).step_by(7).map(move |time| (time, act))
+}
+
+#[test]
+fn reads_of_a_mirror_are_spread_over_its_members() {
+    let mut acts = vec![(0, Act::Start)];
+    acts.extend(often(500, 2_000, Act::Ask(0, Wanted::Read(FIRST))));
+    let reads = reads(2, Rules::default(), &acts).unwrap();
+    assert!(reads.iter().sum::<u64>() > 200 && reads.iter().all(|of| *of > 80), "{reads:?}");
 }
 
 /// The rules keep a history right that goes wrong without one of them.

@@ -16,7 +16,7 @@ mod directed;
 mod faults;
 mod record;
 
-pub(crate) use directed::{Act, FIRST, directed};
+pub(crate) use directed::{Act, FIRST, directed, reads};
 
 const BLOCKS: u64 = 6;
 const REGION_BLOCKS: u64 = 2;
@@ -99,6 +99,8 @@ struct Server {
     cache: Vec<(u64, u64)>,
     /// On the medium.
     under_way: Vec<(ConnId, OpId, Io)>,
+    /// How often it was read from.
+    reads: u64,
 }
 
 impl Server {
@@ -111,6 +113,7 @@ impl Server {
             durable: vec![0; BLOCKS as usize],
             cache: Vec::new(),
             under_way: Vec::new(),
+            reads: 0,
         }
     }
 
@@ -173,8 +176,8 @@ impl World {
     }
 
     /// Lets everything happen, and says what is wrong.
-    fn run_to_the_end(mut self) -> Result<(), String> {
-        let world = &mut self;
+    fn run_to_the_end(&mut self) -> Result<(), String> {
+        let world = self;
         world.at(TROUBLE, What::Heal);
         while let Some(Reverse((time, id))) = world.queue.pop() {
             world.now = time;
@@ -438,6 +441,7 @@ impl World {
                 MemberEffect::Start(conn, op, io) => {
                     let server = self.servers.get_mut(&id).unwrap();
                     server.under_way.push((conn, op, io.clone()));
+                    server.reads += u64::from(matches!(io, Io::Read { .. }));
                     let delay = self.soon();
                     self.at(delay, What::MediumDone(id, start, conn, op, io));
                 }

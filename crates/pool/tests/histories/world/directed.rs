@@ -25,13 +25,19 @@ pub(crate) enum Act {
 
 /// Lets these acts happen, by their times in milliseconds, on so many servers, and then brings all in order.
 pub(crate) fn directed(servers: u8, rules: Rules, acts: &[(u64, Act)]) -> Result<(), String> {
+    reads(servers, rules, acts).map(drop)
+}
+
+/// The same, and how often each server was read from.
+pub(crate) fn reads(servers: u8, rules: Rules, acts: &[(u64, Act)]) -> Result<Vec<u64>, String> {
     let plan = Plan { seed: 1, servers, fault_every: u64::MAX, unknown: 0, replaces: false };
     let mut world = World::new(&plan, rules);
     world.is_directed = true;
     for (time, act) in acts {
         world.at_time(*time, What::Act(*act));
     }
-    world.run_to_the_end()
+    world.run_to_the_end()?;
+    Ok(world.servers.values().map(|server| server.reads).collect())
 }
 
 /// The first block of the disk.
