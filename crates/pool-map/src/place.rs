@@ -31,16 +31,19 @@ pub enum Host {
     Array(String),
 }
 
-/// The ranges that copies get on LUNs, in one change of the map.
+/// What a disk's copies get in one change of the map.
 pub(crate) struct Ranges {
     luns: BTreeMap<String, Lun>,
     changed: BTreeSet<String>,
     disk: Id,
+    /// How many copies each host gets.
+    given: BTreeMap<Host, usize>,
 }
 
 impl Ranges {
     pub(crate) fn new(state: &State, disk: Id) -> Ranges {
-        Ranges { luns: state.luns.clone(), changed: BTreeSet::new(), disk }
+        let given = BTreeMap::new();
+        Ranges { luns: state.luns.clone(), changed: BTreeSet::new(), disk, given }
     }
 
     /// Where a copy of this size begins, if this is a LUN.
@@ -117,17 +120,22 @@ fn rooms_of_servers<'a>(
     open.map(room).collect()
 }
 
-/// Finds hosts for `wanted` copies of `bytes` each, beside those that have one, and takes the room.
+/// Finds hosts for `wanted` copies of `bytes` each, beside those that have one, and takes the room. Parts of a disk that take turns
+/// are of use on different hosts, so those come first that were `given` the fewest, then the emptiest.
 fn take(
     rooms: &mut [Room],
     taken: &BTreeSet<Host>,
+    given: &BTreeMap<Host, usize>,
     wanted: usize,
     bytes: u64,
 ) -> Result<Vec<String>, NoRoom> {
     let mut hosts = taken.clone();
     let mut order: Vec<usize> = (0..rooms.len()).collect();
     // Of equal ones the first by name, so the same servers are found again.
-    order.sort_by_key(|i| (std::cmp::Reverse(rooms[*i].bytes), rooms[*i].server.clone()));
+    order.sort_by_key(|i| {
+        let Room { host, bytes, server, .. } = &rooms[*i];
+        (given.get(host).copied().unwrap_or(0), std::cmp::Reverse(*bytes), server.clone())
+    });
     let fits = |i: &usize| {
         rooms[*i].bytes >= rooms[*i].needs(bytes) && hosts.insert(rooms[*i].host.clone())
     };
@@ -157,7 +165,10 @@ pub(crate) fn new_set(
     (replicas, bytes): (usize, u64),
     ranges: &mut Ranges,
 ) -> Result<Set, NoRoom> {
-    let servers = take(rooms, &BTreeSet::new(), replicas.min(MAX_COPIES), bytes)?;
+    let servers = take(rooms, &BTreeSet::new(), &ranges.given, replicas.min(MAX_COPIES), bytes)?;
+    for room in rooms.iter().filter(|room| servers.contains(&room.server)) {
+        *ranges.given.entry(room.host.clone()).or_default() += 1;
+    }
     let mut new = Set { copies: Vec::new(), next_member: 0 };
     for server in servers {
         new.add(disk, set, server, bytes, ranges)?;
@@ -183,7 +194,7 @@ pub(crate) fn another(
     // A LUN is given to a disk by name alone.
     let may = |room: &Room| !has(room) && by.map_or(!room.is_lun, |by| by == room.server);
     let mut able: Vec<Room> = rooms.iter().filter(|room| may(room)).cloned().collect();
-    let chosen = take(&mut able, &hosts, 1, bytes)?.pop().unwrap_or_default();
+    let chosen = take(&mut able, &hosts, &BTreeMap::new(), 1, bytes)?.pop().unwrap_or_default();
     if let Some(room) = rooms.iter_mut().find(|room| room.server == chosen) {
         room.bytes -= room.needs(bytes);
     }
@@ -220,15 +231,31 @@ mod tests {
         Room { server: server.to_owned(), host, bytes, is_lun: false }
     }
 
+    fn no_ranges() -> Ranges {
+        let (luns, changed, given) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
+        Ranges { luns, changed, disk: Id::random(), given }
+    }
+
+    #[test]
+    fn parts_that_take_turns_are_on_different_hosts_while_these_have_room() {
+        let mut rooms = [room("a", 1, 30), room("b", 2, 90)];
+        let mut ranges = no_ranges();
+        let mut part = |number| {
+            let set = new_set(&mut rooms, "x", number, (1, 20), &mut ranges).unwrap();
+            set.copies[0].server.clone()
+        };
+        assert_eq!([0, 1, 2].map(&mut part), ["b", "a", "b"]);
+        assert_eq!(part(3), "b");
+    }
+
     #[test]
     fn copies_are_on_different_hosts_and_the_emptiest_servers_are_first() {
         let mut rooms = [room("a", 1, 30), room("b", 1, 50), room("c", 2, 40), room("d", 3, 9)];
-        let none = (BTreeMap::new(), BTreeSet::new());
-        let mut ranges = Ranges { luns: none.0, changed: none.1, disk: Id::random() };
+        let mut ranges = no_ranges();
         let servers = |set: Set| set.copies.into_iter().map(|c| c.server).collect::<Vec<_>>();
         assert_eq!(servers(new_set(&mut rooms, "x", 0, (2, 10), &mut ranges).unwrap()), ["b", "c"]);
         assert_eq!(servers(new_set(&mut rooms, "x", 1, (2, 30), &mut ranges).unwrap()), ["b", "c"]);
-        assert_eq!(servers(new_set(&mut rooms, "x", 2, (2, 9), &mut ranges).unwrap()), ["a", "d"]);
+        assert_eq!(servers(new_set(&mut rooms, "x", 2, (2, 9), &mut ranges).unwrap()), ["d", "a"]);
         let error = new_set(&mut rooms, "x", 3, (3, 1), &mut ranges).unwrap_err();
         assert_eq!(error, NoRoom { wanted: 3, found: 1, bytes: 1 });
     }
@@ -247,7 +274,7 @@ mod tests {
             disk: None,
         };
         let luns = [("l".to_owned(), lun)].into();
-        let mut ranges = Ranges { luns, changed: BTreeSet::new(), disk };
+        let mut ranges = Ranges { luns, disk, ..no_ranges() };
         assert_eq!(ranges.take("l", 1 << 20), Ok(Some(1 << 20)));
         assert_eq!(ranges.take("l", (1 << 20) + 512), Ok(Some(3 << 20)));
         assert_eq!(ranges.take("a", 1 << 40), Ok(None));

@@ -84,7 +84,7 @@ fn a_disk_is_made_once_for_each_request_and_grows_and_goes() {
     let wanted = new(8, 2, 2);
     let made = rig.direct.create("web", &wanted).unwrap();
     assert!(!made.was_there && made.disk.bytes() == 8 * GIB);
-    assert_eq!(rig.servers_of("web"), ["ab", "ab"]);
+    assert_eq!(rig.servers_of("web"), ["ab", "ca"]);
     let again = rig.direct.create("web", &wanted).unwrap();
     assert_eq!((again.was_there, again.disk), (true, made.disk));
     assert!(matches!(rig.direct.create("web", &new(8, 2, 2)), Err(Error::Exists(_))));

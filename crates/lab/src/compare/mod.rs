@@ -120,6 +120,8 @@ enum Part {
     Vdo,
     /// A real Xen host that counts instructions: block devices of its domain 0, compared with losetup and qemu-nbd.
     Device,
+    /// The same host: disks on one and two servers, beside a local one and DRBD.
+    Stripes,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,
     /// Many guests: persistent grants four ways.
@@ -150,6 +152,7 @@ impl Part {
         Part::Xen,
         Part::Vdo,
         Part::Device,
+        Part::Stripes,
         Part::Network,
         Part::Persistent,
         Part::Aggregate,
@@ -177,6 +180,7 @@ impl Part {
             Part::Xen => "xen",
             Part::Vdo => "vdo",
             Part::Device => "device",
+            Part::Stripes => "stripes",
             Part::Network => "network",
             Part::Persistent => "persistent",
             Part::Aggregate => "aggregate",
@@ -204,6 +208,10 @@ impl Part {
             Part::Xen => xen::run(&arguments.xen),
             Part::Vdo => xen::vdo::run(&arguments.xen),
             Part::Device => xen::device::run(&arguments.xen),
+            Part::Stripes => {
+                xen::stripes::run(&arguments.xen, |found| joined("stripes", found).map(drop))?;
+                Ok(Vec::new())
+            }
             Part::Network if arguments.xen.profile => network::profile(),
             Part::Network => joined("network", network::run(arguments.xen.xen_rounds)?),
             Part::Persistent => joined("xen-persistent", crowd::persistent(arguments.most_guests)?),

@@ -92,7 +92,8 @@ impl Owner {
         for (_, of) in self.ops.values() {
             open.iter_mut().filter(|(_, member)| member == of).for_each(|(busy, _)| *busy += 1);
         }
-        let turn = usize::try_from(self.last_id).unwrap_or(0) % open.len().max(1);
+        // A read takes two numbers, one of its task and one of its operation.
+        let turn = usize::try_from(self.last_id / 2).unwrap_or(0) % open.len().max(1);
         open.rotate_left(turn);
         open.into_iter().min_by_key(|(busy, _)| *busy).map(|(_, member)| member)
     }

@@ -46,3 +46,18 @@ fn a_member_that_answers_late_gets_fewer_reads() {
     }
     assert!((1..=2).contains(&late), "{late} reads wait for it");
 }
+
+#[test]
+fn reads_one_after_the_other_are_spread_over_all_members() {
+    for members in 2..=3 {
+        let mut owner = serving(members, 0);
+        let mut of = [0; 3];
+        for id in 0..12 {
+            let (conn, op) = read(&mut owner, id, id * 8, 8);
+            of[conn.0 as usize] += 1;
+            owner.handle(1, Event::Reply(conn, Reply::Done { op }));
+        }
+        let each = 12 / usize::from(members);
+        assert!(of[..members.into()].iter().all(|count| *count == each), "{of:?}");
+    }
+}

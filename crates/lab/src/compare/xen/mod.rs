@@ -6,6 +6,7 @@ pub(super) mod device;
 mod figures;
 mod load;
 pub(super) mod profile;
+pub(super) mod stripes;
 pub(super) mod vdo;
 
 use super::machine;
