@@ -43,7 +43,7 @@ use ferrite::exit::Failure;
 /// The number of the guests' disk: xvda.
 pub(crate) const DEVID: u32 = 202 << 8;
 /// The folders for in-flight tables and traces; on tmpfs, as in production.
-const RUN_DIRS: [&str; 2] = ["/dev/shm", "/run"];
+pub(crate) const RUN_DIRS: [&str; 2] = ["/dev/shm", "/run"];
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -8,7 +8,7 @@ pub(crate) mod bare;
 pub(crate) mod bound;
 pub(crate) mod cli;
 mod guest;
-mod host;
+pub(crate) mod host;
 pub(crate) mod idle;
 mod kept;
 mod load;

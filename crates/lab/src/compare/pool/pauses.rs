@@ -14,6 +14,7 @@ use super::super::result::{Measurement, Target};
 use super::net::child;
 use super::servers::{Ends, Pool, sample, wait_for_socket};
 use super::worst;
+use crate::run::host::RUN_DIRS;
 
 const DISK: &str = "pauses";
 pub(super) const LOAD: &str = "--mode randwrite --block 4K --depth 1";
@@ -102,6 +103,7 @@ fn stolen(pool: &mut Pool<'_>, is_silent: bool) -> Result<f64> {
     kill(owner)?;
     kill(lost.id())?;
     lost.0.wait()?;
+    remove_run_dir(lost.id())?;
     if is_silent {
         pool.server(1)?.signal(Signal::STOP)?;
     }
@@ -125,6 +127,18 @@ fn stolen(pool: &mut Pool<'_>, is_silent: bool) -> Result<f64> {
     }
     pool.repair(DISK)?;
     Ok(took)
+}
+
+/// Removes what a guest's backend leaves that is killed.
+fn remove_run_dir(pid: u32) -> Result<()> {
+    for folder in RUN_DIRS.iter().flat_map(std::fs::read_dir).flatten() {
+        let folder = folder?;
+        let name = folder.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with(&format!("ferrite-bench-{pid}-"))) {
+            std::fs::remove_dir_all(folder.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// What begins a command line of another host: one with a name and a `/run` of its own.
