@@ -1,7 +1,7 @@
 //! The commands of dom0, which is all hosts at once: a server is an address of its loopback, 127.0.0.2 or 127.0.0.3.
 
 /// Bytes a second of each server's link, in each direction, and of the local disk. At 112 MiB, as of the trial, this host's processor would
-/// be the limit: it moves some 130 MB/s of a pool's disk without any.
+/// be the limit: it moves some 150 MB/s of a pool's disk without any.
 pub(super) const LINK_BYTES_S: u64 = 28 << 20;
 /// The size of each disk.
 pub(super) const DISK_MIB: u32 = 48;
