@@ -264,7 +264,8 @@ impl Cluster {
     }
 }
 
-/// The keyrings are in sections: one for all would be that of the manager and of the OSDs, too.
+/// The keyrings are in sections: one for all would be that of the manager and of the OSDs, too. With `autoscale` the manager would
+/// split placement groups after some minutes, and requests would wait for a second then.
 fn configuration(dir: &Path, fsid: &str, address: &str, port: u16) -> String {
     let dir = dir.display();
     format!(
@@ -292,6 +293,7 @@ osd objectstore = memstore
 memstore device bytes = 1073741824
 osd pool default pg num = 8
 osd pool default pgp num = 8
+osd pool default pg autoscale mode = off
 mgr initial modules =
 [mon]
 mon data = {dir}/mon.a
