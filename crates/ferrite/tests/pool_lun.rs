@@ -136,7 +136,17 @@ impl Export {
             lists.flat_map(|list| list.split(' ').find_map(|n| n.parse().ok())).next()
         };
         wait_until("an owner", || owner().is_some());
-        kill_process(Pid::from_raw(owner().unwrap()).unwrap(), signal).unwrap();
+        let owner: i32 = owner().unwrap();
+        kill_process(Pid::from_raw(owner).unwrap(), signal).unwrap();
+        // Its threads stop one by one. Until then they may carry out a write.
+        let is_stopped = || {
+            let tasks = fs::read_dir(format!("/proc/{owner}/task")).unwrap();
+            let states = tasks.map(|it| fs::read_to_string(it.unwrap().path().join("stat")));
+            states.flatten().all(|stat| stat.rsplit(") ").next().unwrap().starts_with('T'))
+        };
+        if signal == Signal::STOP {
+            wait_until("the owner stands still", is_stopped);
+        }
     }
 }
 
