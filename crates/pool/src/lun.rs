@@ -43,7 +43,7 @@ pub struct LunOpening {
     /// T and the drift.
     trust: u64,
     rules: Rules,
-    /// By the last look: the generation on the LUN, and who opened the copy. `None`: nobody has with that generation.
+    /// By the last look: the generation on the LUN, and the owner that opened the copy with it. `None`: no owner has.
     last: (Generation, Option<OwnerId>),
 }
 
@@ -83,7 +83,7 @@ impl LunOpening {
     /// No server has ended the session of an owner on another host: it may answer reads as long as it relies on its last
     /// confirmation, which was before the LUN was seized.
     fn wait(&self, seized: Seized, now: u64) -> LunStep {
-        // An owner of this host has let the LUN go, and has itself waited for the one before. Who has only reserved the LUN,
+        // An owner of this host has let the LUN go, and has itself waited for the one before. An owner that has only reserved the LUN,
         // and not opened the copy, may not have waited.
         let was_here = match self.last {
             (_, Some(last)) => last.host() == self.owner.host(),

@@ -120,7 +120,7 @@ enum Part {
     Vdo,
     /// A real Xen host that counts instructions: block devices of its domain 0, compared with losetup and qemu-nbd.
     Device,
-    /// The same host: disks on one and two servers, beside a local one and DRBD.
+    /// A Xen host in the emulator: disks on one and two servers, beside a local one and DRBD.
     Stripes,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,

@@ -186,7 +186,7 @@ fn orders_that_are_not_aborted_are_found() {
     needs(Rule::Lun(LunRule::Abort), &[Some(0), None], |late| late_write(late, busy, vec![]));
 }
 
-/// The write is on its way when nobody has the LUN reserved.
+/// The write is on its way while no machine has the LUN reserved.
 fn arrives_late(late: u64, then: Vec<(u64, Act)>) -> Vec<(u64, Act)> {
     let held = Act::Cut { host: 0, member: 0, until: 2_500 };
     late_write(late, [(984, held), (1_750, Act::Kill(1))], then)

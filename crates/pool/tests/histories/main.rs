@@ -83,7 +83,7 @@ fn needs(rule: Rule, servers: usize, acts: &[(u64, Act)]) {
     needs_of(world::Rule::Pool(rule), &vec![None; servers], acts);
 }
 
-/// The same with copies on LUNs ([`Plan::luns`]).
+/// The rules keep a history with copies on LUNs ([`Plan::luns`]) right, and it goes wrong without one of them.
 fn needs_of(rule: world::Rule, luns: &[Option<usize>], acts: &[(u64, Act)]) {
     directed(luns, Without::default(), acts).unwrap_or_else(|why| panic!("by all rules: {why}"));
     let found = directed(luns, Without(Some(rule)), acts);

@@ -18,7 +18,7 @@ fn serving(in_sync: u8, out: u8) -> Owner {
     serving_with(in_sync, out, 0).0
 }
 
-/// The same with so many first regions that the one before has not flushed, and what it does about them.
+/// Such an owner, and its effects. In the first `dirty` regions the owner before has left writes without a flush.
 fn serving_with(in_sync: u8, out: u8, dirty: u64) -> (Owner, Vec<Effect>) {
     let (mut owner, _) = Owner::start(Config {
         me: OwnerId(1),

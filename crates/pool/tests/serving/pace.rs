@@ -163,8 +163,8 @@ fn reads(effects: &[Effect]) -> Vec<(ConnId, OpId, Blocks)> {
 fn what_a_read_waits_for_is_copied_at_once() {
     let (mut owner, begun) = serving_with(2, 0, MISSED);
     let begun = reads(&begun);
-    assert_eq!(begun.len(), 2, "nobody uses it yet");
-    // Somebody does, and the copies under way end.
+    assert_eq!(begun.len(), 2, "no request has come yet");
+    // The guest writes, and the copies under way end.
     let far = Wanted::Write(Blocks { start: 99 * REGION, end: 99 * REGION + 8 });
     owner.handle(2, Event::Request(RequestId(1), far));
     for (conn, op, _) in begun {

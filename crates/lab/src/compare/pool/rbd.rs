@@ -54,7 +54,7 @@ pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
         }
         command
     };
-    // Each object is there: what nobody has written is not read from the OSDs.
+    // Makes each object: librbd reads an object that was never written from no OSD.
     steps::output(&mut theirs("write", "4m", 4, 0.0))?;
     let name = cluster.name(IMAGE, "");
     let mut rows = Vec::new();

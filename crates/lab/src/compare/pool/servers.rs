@@ -161,7 +161,7 @@ impl<'a> Pool<'a> {
         self.ferrite(&[&["create", &name, &size], more].concat()).map(drop)
     }
 
-    /// Has all copies of a disk be in sync that nobody has open.
+    /// Has `ferrite pool repair` bring all copies of a closed disk in sync.
     pub(super) fn repair(&self, disk: &str) -> Result<()> {
         self.ferrite(&["repair", &format!("{POOL}/{disk}")]).map(drop)
     }
@@ -219,7 +219,7 @@ fn url(host: &str) -> String {
     format!("http://{host}:2379")
 }
 
-/// Waits until somebody listens.
+/// Waits until a server listens at this socket.
 pub(super) fn wait_for_socket(socket: &std::path::Path) -> Result<()> {
     let end = Instant::now() + PATIENCE;
     while std::os::unix::net::UnixStream::connect(socket).is_err() {

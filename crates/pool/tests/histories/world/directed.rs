@@ -9,7 +9,7 @@ use super::{Plan, What, Without, World};
 pub(crate) enum Act {
     /// A process takes the disk over; the first one is host 0.
     Start,
-    /// The same on this machine. Otherwise each process is on another one.
+    /// A process on this machine takes the disk over. With `Start` each process is on a machine of its own.
     StartOn(usize),
     /// A host's process ends.
     Kill(usize),

@@ -92,7 +92,7 @@ impl World {
         }
     }
 
-    /// Reserves a LUN, and takes it from whoever has it.
+    /// Reserves a LUN for this machine, and takes the reservation from any other machine.
     fn seize(&mut self, id: u64, machine: usize, lun: usize) {
         let without = self.luns.without;
         let target = &mut self.luns.targets[lun];
