@@ -20,8 +20,6 @@ use ferrite_xenhost::{Program, XenHost};
 
 /// The cluster's address, of the namespace's loopback interface. Domain 0's own network is another one.
 const ADDRESS: &str = "192.0.2.77";
-const ENTER: &str =
-    "ip link set lo up && ip addr add 192.0.2.77/32 dev lo && exec \"$0\" krbd \"$@\"";
 const CARD: [&str; 4] =
     ["-netdev", "user,id=ceph,net=10.0.77.0/24", "-device", "virtio-net-pci,netdev=ceph,romfile="];
 /// Domain 0's side of the card, by which the emulator forwards to this machine's addresses.
@@ -40,8 +38,10 @@ pub(crate) fn test() -> Result<()> {
     let cluster = Programs::built_by(build.arg("--message-format=json"))?;
     let cluster = cluster.binary("testkit", "ceph")?;
     let package = checks::programs_of_the_host(false)?.swap_remove(0);
+    let enter =
+        format!("ip link set lo up && ip addr add {ADDRESS}/32 dev lo && exec \"$0\" krbd \"$@\"");
     let mut namespace = as_root("unshare");
-    namespace.args(["--net", "sh", "-c", ENTER]).arg(std::env::current_exe()?);
+    namespace.args(["--net", "sh", "-c", &enter]).arg(std::env::current_exe()?);
     steps::run(namespace.arg(cluster).arg(package.file))
 }
 
