@@ -42,6 +42,8 @@ fn sanitized(mut cargo: Command, packages: &[&str]) -> Result<Programs> {
     cargo.args(["--target", TARGET]);
     cargo.args(packages.iter().flat_map(|package| ["--package", package]));
     cargo.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
+    // Its reports name lines.
+    cargo.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
     cargo.env("CARGO_TARGET_DIR", steps::target_dir().join("asan"));
     Programs::built_by(&mut cargo)
 }
