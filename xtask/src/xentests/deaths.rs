@@ -1,6 +1,7 @@
 //! A disk's processes are killed, one by one and all at once: its guest sees only a pause.
 
 use super::guests::{begin_verifying, has_migrated, stop_verifying, wait_for_requests};
+use super::store;
 use super::toolstack::xl_knows_us;
 use super::xl::{PROCESSES, wait_for_none};
 use super::{Bench, Case, expect_eq, ferrite};
@@ -9,9 +10,10 @@ use ferrite_xenhost::disk::{Disk, ended};
 use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Job};
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("deaths/each-process-and-all-at-once-under-verify", |bench| of_each(bench, &FEW)),
+    ferrite("deaths/each-process-and-all-at-once-under-verify", on_a_clone),
     ferrite("deaths/each-process-many-times-and-all-at-once-under-verify", |bench| {
-        of_each(bench, &MANY)
+        let image = bench.image(256)?;
+        of_each(bench, &MANY, &image)
     }),
     ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd(),
 ];
@@ -60,19 +62,29 @@ fn wait_for_next(bench: &mut Bench<'_>, disk: &Disk, old: &str, what: &str) -> R
 }
 
 /// A guest that verifies its writes until it is told to stop.
-fn verifying_guest(bench: &mut Bench<'_>, options: &GuestOptions) -> Result<(Guest, Disk, Job)> {
+fn verifying_guest(
+    bench: &mut Bench<'_>,
+    options: &GuestOptions,
+    image: &str,
+) -> Result<(Guest, Disk, Job)> {
     bench.start_daemon()?;
-    let image = bench.image(256)?;
-    let (mut guest, disk) = bench.guest_of_xl(options, &image)?;
+    let (mut guest, disk) = bench.guest_of_xl(options, image)?;
     let under_way = begin_verifying(bench, &mut guest)?;
     Ok((guest, disk, under_way))
 }
 
-fn of_each(bench: &mut Bench<'_>, deaths: &Deaths) -> Result<()> {
+/// The disk is a clone of a snapshot in a store, and the guest writes over data of the snapshot.
+fn on_a_clone(bench: &mut Bench<'_>) -> Result<()> {
+    let source = store::make_store_of(bench, 128, 63)?;
+    of_each(bench, &FEW, &format!("store:{}#a", store::STORE))?;
+    store::check_store(bench, &source)
+}
+
+fn of_each(bench: &mut Bench<'_>, deaths: &Deaths, image: &str) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
     }
-    let (mut guest, disk, under_way) = verifying_guest(bench, &GuestOptions::default())?;
+    let (mut guest, disk, under_way) = verifying_guest(bench, &GuestOptions::default(), image)?;
     let guest = &mut guest;
     let kept = keeper(&disk);
     let first = bench.xenhost.sh(&format!("echo {kept}"))?;
@@ -180,7 +192,8 @@ fn while_migrating(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
     }
-    let (mut guest, mut disk, under_way) = verifying_guest(bench, &GuestOptions::pvh())?;
+    let image = bench.image(256)?;
+    let (mut guest, mut disk, under_way) = verifying_guest(bench, &GuestOptions::pvh(), &image)?;
     let name = guest.name().to_owned();
     let told = bench.xenhost.sh_for(
         &format!(

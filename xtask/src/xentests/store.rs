@@ -15,7 +15,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("store/the-daemons-worker-killed-under-two-guests-and-one-detached", by_daemon),
 ];
 
-const STORE: &str = "/lab/pool.store";
+pub(super) const STORE: &str = "/lab/pool.store";
 /// The source of the guests' clones has random data there, and nothing after it.
 const FILLED_MIB: u64 = 8;
 const DISK_MIB: u64 = 64;
@@ -27,10 +27,16 @@ const BETWEEN: u32 = 16;
 
 /// A store with the volumes `a` and `b`, clones of the snapshot `monday`. Returns the image of their common content.
 fn make_store(bench: &mut Bench<'_>) -> Result<String> {
-    let source = bench.image(DISK_MIB as u32)?;
+    make_store_of(bench, DISK_MIB, 0)
+}
+
+/// Such a store, whose volumes have `mib` MiB and random data from `filled_from` MiB on.
+pub(super) fn make_store_of(bench: &mut Bench<'_>, mib: u64, filled_from: u64) -> Result<String> {
+    let source = bench.image(mib as u32)?;
     bench.xenhost.sh_for(
         &format!(
-            "head -c {FILLED_MIB}M /dev/urandom | dd of={source} conv=notrunc bs=1M 2>/dev/null && \
+            "head -c {FILLED_MIB}M /dev/urandom | \
+             dd of={source} conv=notrunc bs=1M seek={filled_from} iflag=fullblock 2>/dev/null && \
              ferrite store create {STORE} --size 1G && ferrite image convert {source} store:{STORE}#web && \
              ferrite store snapshot {STORE}#web monday && ferrite store clone {STORE}#monday a && \
              ferrite store clone {STORE}#monday b"
@@ -146,7 +152,7 @@ fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// The store is intact, the snapshot is unchanged, and unwritten data are stored once.
-fn check_store(bench: &mut Bench<'_>, source: &str) -> Result<()> {
+pub(super) fn check_store(bench: &mut Bench<'_>, source: &str) -> Result<()> {
     bench.xenhost.sh_for(&format!("ferrite store check --deep {STORE}"), 300)?;
     bench.xenhost.sh_for(&format!("ferrite image compare store:{STORE}#monday {source}"), 300)?;
     let shared = shared_bytes(bench, STORE)?;
