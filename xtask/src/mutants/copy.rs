@@ -17,6 +17,8 @@ const TARGET: &str = "FERRITE_MUTANTS_TARGET";
 
 /// See the module text.
 pub(super) struct Copy {
+    /// The first is 0.
+    index: usize,
     source: PathBuf,
     build: PathBuf,
     /// The lock against concurrent runs.
@@ -24,21 +26,25 @@ pub(super) struct Copy {
 }
 
 impl Copy {
-    /// Updates the copy from the work tree.
-    pub(super) fn make() -> Result<Copy> {
-        let folder = steps::target_dir().join("mutants");
+    /// Updates the copy of this index from the work tree.
+    pub(super) fn make(index: usize) -> Result<Copy> {
+        let folder = match index {
+            0 => steps::target_dir().join("mutants"),
+            more => steps::target_dir().join(format!("mutants-{}", more + 1)),
+        };
         fs::create_dir_all(&folder)?;
         let lock = File::create(folder.join("lock"))?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .context("another `cargo xtask mutants` is running here")?;
-        let build = std::env::var_os(TARGET).map_or_else(|| folder.join("build"), PathBuf::from);
+        let named = std::env::var_os(TARGET).filter(|_| index == 0);
+        let build = named.map_or_else(|| folder.join("build"), PathBuf::from);
         if build.canonicalize().ok() == Some(steps::target_dir().canonicalize()?) {
             bail!(
                 "{TARGET} is the work tree's own build folder, where cargo would take a mutant's \
                  programs for its; name another one"
             );
         }
-        let copy = Copy { source: folder.join("source"), build, _lock: lock };
+        let copy = Copy { index, source: folder.join("source"), build, _lock: lock };
         let files = tracked()?;
         for file in &files {
             let bytes = fs::read(steps::repository().join(file))?;
@@ -76,6 +82,11 @@ impl Copy {
         let mut cargo = steps::cargo();
         cargo.current_dir(&self.source).env("CARGO_TARGET_DIR", &self.build);
         cargo
+    }
+
+    /// An empty log of this copy's work.
+    pub(super) fn fresh_log(&self, of: &str) -> Result<PathBuf> {
+        steps::fresh_log(&format!("mutant-{}-{of}", self.index))
     }
 
     /// The last simulator that was built.

@@ -1,7 +1,9 @@
 //! Tests of the tests: lines of code that keep a promise are removed, one at a time, and a named test must fail. The
 //! list is `xtask/mutants.toml`; `docs/mutants.md` tells how to add to it.
 
+use std::collections::VecDeque;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -31,6 +33,10 @@ pub(crate) struct MutantsArguments {
     /// Check only that each can be applied and its test exists, as `cargo xtask test` does.
     #[arg(long)]
     check: bool,
+    /// Try so many at the same time, each in a copy and a build folder of its own.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=16))]
+    jobs: usize,
 }
 
 /// Runs the selected mutants.
@@ -60,7 +66,7 @@ pub(crate) fn mutants(arguments: &MutantsArguments) -> Result<ExitCode> {
         check()?;
         return Ok(ExitCode::SUCCESS);
     }
-    Ok(if run(&chosen)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if run(chosen, arguments.jobs)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// The quick part, for every run of the tests: no mutant is outdated.
@@ -73,65 +79,119 @@ pub(crate) fn check() -> Result<()> {
 
 /// Runs all of them. `false`: one survived.
 pub(crate) fn nightly() -> Result<bool> {
-    run(&list::read()?)
+    run(list::read()?, steps::cpus().min(2))
 }
 
-fn run(mutants: &[Mutant]) -> Result<bool> {
-    list::check(mutants)?;
+/// Runs these, `jobs` at a time.
+fn run(mut mutants: Vec<Mutant>, jobs: usize) -> Result<bool> {
+    list::check(&mutants)?;
     packages::ensure(&[needs::CHECKS])?;
-    let copy = Copy::make()?;
+    // Side by side stand those of one crate: the build that reverts one mutant makes the next.
+    mutants.sort_by(|one, other| one.file.cmp(&other.file));
+    let copies = (0..jobs).map(Copy::make).collect::<Result<Vec<Copy>>>()?;
     let stop = Stop::listen()?;
-    step("the same tests without a mutant", || control(&copy, mutants, &stop))?;
-    let (mut tried, mut survived, mut broken) = (0, Vec::new(), Vec::new());
-    for mutant in mutants {
+    step("the same tests without a mutant", || control(&copies, &mutants, &stop))?;
+    let found = Mutex::new(Found::default());
+    let all = mutants.len();
+    each(&copies, mutants.iter().collect(), &stop, |copy, mutant: &Mutant| {
         let began = Instant::now();
         copy.apply(mutant)?;
-        let end = mutant.proof()?.run(&copy, &stop);
+        let end = mutant.proof()?.run(copy, &stop);
         copy.restore(mutant)?;
-        if stop.is_asked() {
-            break;
+        if !stop.is_asked() {
+            let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+            let word = found.add(mutant, end);
+            let seconds = began.elapsed().as_secs_f64();
+            say(format!("{}/{all} {}: {word} ({seconds:.0} s)", found.tried.len(), mutant.name));
         }
-        tried += 1;
-        let word = match end {
+        Ok(())
+    })?;
+    found.into_inner().unwrap_or_else(PoisonError::into_inner).tell(&mutants)
+}
+
+/// Has each copy do this work, one of the list after the other. Two copies begin at different ends, so that each stays
+/// in few crates.
+fn each<T: Send>(
+    copies: &[Copy],
+    list: VecDeque<T>,
+    stop: &Stop,
+    work: impl Fn(&Copy, T) -> Result<()> + Sync,
+) -> Result<()> {
+    let list = Mutex::new(list);
+    let next = |index: usize| {
+        let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
+        if index.is_multiple_of(2) { list.pop_front() } else { list.pop_back() }
+    };
+    let all_of = |index: usize, copy: &Copy| -> Result<()> {
+        while !stop.is_asked() {
+            let Some(one) = next(index) else { break };
+            work(copy, one)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let of_copy = |(index, copy)| scope.spawn(move || all_of(index, copy));
+        let workers: Vec<_> = copies.iter().enumerate().map(of_copy).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("work that does not panic"))
+    })
+}
+
+/// The mutants that were tried.
+#[derive(Default)]
+struct Found {
+    tried: Vec<String>,
+    survived: Vec<String>,
+    broken: Vec<String>,
+}
+
+impl Found {
+    /// Adds one with its end, and says it in words.
+    fn add(&mut self, mutant: &Mutant, end: Result<End>) -> String {
+        self.tried.push(mutant.name.clone());
+        match end {
             Ok(End::Failed { how }) => format!("noticed: {how}"),
             Ok(End::Passed { .. }) => {
-                survived.push(mutant.name.as_str());
+                self.survived.push(mutant.name.clone());
                 "SURVIVED".into()
             }
             Err(error) => {
-                broken.push(mutant.name.as_str());
+                self.broken.push(mutant.name.clone());
                 format!("CANNOT BE TRIED: {}", steps::chain(&error))
             }
-        };
-        let seconds = began.elapsed().as_secs_f64();
-        say(format!("{tried}/{} {}: {word} ({seconds:.0} s)", mutants.len(), mutant.name));
-    }
-    for (what, names) in [("no test notices", &survived), ("cannot be tried", &broken)] {
-        if !names.is_empty() {
-            say(format!("{what}: {}", names.join(", ")));
         }
     }
-    let noticed = tried - survived.len() - broken.len();
-    say(format!("{noticed} of {} mutants noticed, {:.0} s", mutants.len(), steps::elapsed_s()));
-    ensure!(tried == mutants.len(), "interrupted; not tried: {}", names(&mutants[tried..]));
-    Ok(noticed == tried)
-}
 
-fn names(mutants: &[Mutant]) -> String {
-    mutants.iter().map(|mutant| mutant.name.as_str()).collect::<Vec<_>>().join(", ")
+    /// Prints the results. `false`: one was not noticed.
+    fn tell(&self, mutants: &[Mutant]) -> Result<bool> {
+        for (what, names) in
+            [("no test notices", &self.survived), ("cannot be tried", &self.broken)]
+        {
+            if !names.is_empty() {
+                say(format!("{what}: {}", names.join(", ")));
+            }
+        }
+        let tried = self.tried.len();
+        let noticed = tried - self.survived.len() - self.broken.len();
+        say(format!("{noticed} of {} mutants noticed, {:.0} s", mutants.len(), steps::elapsed_s()));
+        let names = mutants.iter().map(|mutant| mutant.name.as_str());
+        let missing: Vec<&str> =
+            names.filter(|name| self.tried.iter().all(|tried| tried != name)).collect();
+        ensure!(missing.is_empty(), "interrupted; not tried: {}", missing.join(", "));
+        Ok(noticed == tried)
+    }
 }
 
 /// Checks the tests without a mutant: one that fails or runs nothing would fail for every mutant.
-fn control(copy: &Copy, mutants: &[Mutant], stop: &Stop) -> Result<()> {
+fn control(copies: &[Copy], mutants: &[Mutant], stop: &Stop) -> Result<()> {
     let mut proofs: Vec<Proof> = mutants.iter().map(Mutant::proof).collect::<Result<_>>()?;
     proofs.sort();
     proofs.dedup();
-    for proof in proofs {
+    each(copies, proofs.into(), stop, |copy, proof: Proof| {
         match proof.run(copy, stop).with_context(|| proof.to_string())? {
-            End::Passed { ran: true } => {}
+            End::Passed { ran: true } => Ok(()),
             End::Passed { ran: false } => bail!("`{proof}` runs no test"),
+            End::Failed { .. } if stop.is_asked() => Ok(()),
             End::Failed { how } => bail!("`{proof}` fails without a mutant: {how}"),
         }
-    }
-    Ok(())
+    })
 }

@@ -12,7 +12,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process_gro
 
 use super::copy::Copy;
 use super::stop::Stop;
-use ferrite_xenhost::steps::{fresh_log, run_logged};
+use ferrite_xenhost::steps::run_logged;
 
 /// The time limit of a test: some mutants make it hang.
 const LIMIT: Duration = Duration::from_secs(900);
@@ -62,7 +62,7 @@ impl Proof {
 
     /// Builds it, which must succeed, and runs it.
     pub(super) fn run(&self, copy: &Copy, stop: &Stop) -> Result<End> {
-        let (build, run) = (fresh_log("mutant-build")?, fresh_log("mutant-run")?);
+        let (build, run) = (copy.fresh_log("build")?, copy.fresh_log("run")?);
         match self {
             Proof::Test { package, target, name } => {
                 let mut test = copy.cargo();
