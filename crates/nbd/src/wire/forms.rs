@@ -24,13 +24,11 @@ impl Form {
         }
     }
 
-    /// Bytes of data behind a request of this form. An extended head says whether there are any.
+    /// Bytes of data behind a request of this form. An extended head says whether there are any. A write always has
+    /// them: QEMU's client writes without that flag.
     pub fn data_bytes(self, raw: &RawRequest) -> u64 {
-        let has_data = match self {
-            Form::Simple | Form::Structured => raw.command == command::WRITE,
-            Form::Extended => raw.has(flag::PAYLOAD_LEN),
-        };
-        if has_data { raw.len } else { 0 }
+        let says_so = self == Form::Extended && raw.has(flag::PAYLOAD_LEN);
+        if says_so || raw.command == command::WRITE { raw.len } else { 0 }
     }
 }
 
@@ -144,7 +142,9 @@ mod tests {
             RawRequest { flags: 1 << 5, command: 1, cookie: 7, offset: 1 << 40, len: 1 << 33 };
         assert_eq!(Form::Extended.parse(&bytes), Some(request));
         assert_eq!(Form::Extended.data_bytes(&request), 1 << 33);
-        assert_eq!(Form::Extended.data_bytes(&RawRequest { flags: 0, ..request }), 0);
+        let without = RawRequest { flags: 0, ..request };
+        assert_eq!(Form::Extended.data_bytes(&without), 1 << 33);
+        assert_eq!(Form::Extended.data_bytes(&RawRequest { command: command::TRIM, ..without }), 0);
         assert_eq!(Form::Structured.parse(&bytes), None);
         assert_eq!(Form::Extended.parse(&bytes[..31]), None);
     }

@@ -306,9 +306,8 @@ impl Client {
             command::BLOCK_STATUS if !self.agreed.contexts.is_empty() => flag::FUA | flag::REQ_ONE,
             _ => return Some(error::INVALID),
         };
-        let lacks_data = extended && raw.command == command::WRITE && !raw.has(flag::PAYLOAD_LEN);
         let splits = raw.has(flag::DF) && self.agreed.form == Form::Simple;
-        if raw.flags & !known != 0 || lacks_data || splits {
+        if raw.flags & !known != 0 || splits {
             return Some(error::INVALID);
         }
         if raw.command == command::FLUSH {
