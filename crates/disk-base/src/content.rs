@@ -4,8 +4,10 @@
 //! disk by mistake is overwritten by its guest, header first. So a file that looks like an image is opened as raw only
 //! if the user has named that format.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _};
 use std::path::Path;
 
@@ -162,6 +164,20 @@ fn has_own_magic(read: impl Fn(u64) -> Sector, end: u64, format: Format) -> io::
 /// The places of a file of this length where a footer of a VHD may be.
 fn footers(end: u64) -> impl Iterator<Item = u64> {
     FOOTERS_BYTES.into_iter().filter_map(move |bytes| end.checked_sub(bytes))
+}
+
+/// The path before its last `#`, which may be that of a store.
+pub(crate) fn before_sign(path: &Path) -> Option<&Path> {
+    let bytes = path.as_os_str().as_bytes();
+    let at = bytes.iter().rposition(|byte| *byte == b'#')?;
+    Some(Path::new(OsStr::from_bytes(&bytes[..at])))
+}
+
+/// The store before the path's last `#`, if one is there: with `store:` the path would be that of its volume.
+pub fn store_of_volume(path: &Path) -> Option<&Path> {
+    let store = before_sign(path)?;
+    let found = look_at(store).ok()??;
+    matches!(found.reader, Reader::Here(Format::Store)).then_some(store)
 }
 
 fn look_at(path: &Path) -> io::Result<Option<Content>> {

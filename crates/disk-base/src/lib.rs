@@ -33,7 +33,7 @@ pub mod size;
 mod volume_name;
 mod writeback;
 
-pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC, is_something_else};
+pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC, is_something_else, store_of_volume};
 #[cfg(any(test, feature = "testing"))]
 pub use epochs::ShuttledEpochs;
 pub use epochs::{Epochs, Mark, Reader};

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw, plain};
+use ferrite_disk_base::{
+    DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw, plain, store_of_volume,
+};
 use ferrite_images::children::{self, Ask, NEW, identity};
 use ferrite_images::open_medium;
 use rustix::fs::{
@@ -76,6 +78,17 @@ pub(super) fn check_regular(temporary: &Path, what: String) -> Result<(), DiskEr
     }
 }
 
+/// Refuses the name of a volume without `store:`. It would be a file beside the store.
+fn check_no_volume(to: &Path) -> Result<(), DiskError> {
+    let Some(store) = store_of_volume(to) else { return Ok(()) };
+    Err(DiskError::new(
+        ErrorKind::Usage,
+        format!("cannot make {}", to.display()),
+        format!("{} is a store, and this would be a file beside it", store.display()),
+        format!("say store:{} for a volume of it, or choose a name without #", to.display()),
+    ))
+}
+
 /// Another name in the same directory.
 pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path.file_name().unwrap_or_default());
@@ -115,6 +128,7 @@ impl ImageTools<'_> {
         suffix: &str,
         over: Over,
     ) -> Result<NewFile<'_>, DiskError> {
+        check_no_volume(to)?;
         let new = |path, replaces, replaced, in_place| NewFile {
             tools: self,
             path,

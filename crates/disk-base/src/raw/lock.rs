@@ -19,9 +19,7 @@
 //! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is locked. That is
 //! a check and no lock: a later attachment is not noticed.
 
-use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,6 +35,7 @@ use super::holder::disk_of;
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
 use super::proc_locks::flock_holder;
 use super::{loops, merging, qemu, toolstack};
+use crate::content::before_sign;
 use crate::error::READ_ONLY;
 use crate::{DiskError, ErrorKind, OpenOptions};
 
@@ -45,6 +44,12 @@ const RETRY_AFTER: Duration = Duration::from_millis(20);
 /// Device managers lock a block device for a moment, to examine it, after every close of it by a writer; that is no
 /// reason to fail.
 const DEVICE_GRACE: Duration = Duration::from_millis(500);
+
+/// How long a device manager may take that is seen to have the lock: on a busy host it examines a device for seconds.
+const EXAMINED_GRACE: Duration = Duration::from_secs(10);
+
+/// The names of udev's processes.
+const DEVICE_MANAGERS: [&str; 3] = ["(udev-worker)", "systemd-udevd", "udevd"];
 
 /// How long the kernel may take to end the last operations of a process that has died; for a slower medium there is
 /// `wait_for_lock`.
@@ -345,13 +350,6 @@ fn classify(path: &Path, stat: &Stat) -> Result<Medium, DiskError> {
     Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help))
 }
 
-/// The path before its last `#`, which may be that of a store.
-fn before_sign(path: &Path) -> Option<&Path> {
-    let bytes = path.as_os_str().as_bytes();
-    let at = bytes.iter().rposition(|byte| *byte == b'#')?;
-    Some(Path::new(OsStr::from_bytes(&bytes[..at])))
-}
-
 fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
     let or_writable = format!("{READ_ONLY}, or make it writable");
     let perhaps_volume = format!("say store:{}, if that is a volume of a store", path.display());
@@ -399,7 +397,11 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     };
     let grace = if pid == std::process::id() { grace.max(OWN_GRACE) } else { grace };
     match holder(pid) {
-        Some(name) => Attempt::Busy(grace, format!("process {pid} ({name}) has locked it")),
+        Some(name) => {
+            let examines = DEVICE_MANAGERS.contains(&name.as_str());
+            let grace = if examines { grace.max(EXAMINED_GRACE) } else { grace };
+            Attempt::Busy(grace, format!("process {pid} ({name}) has locked it"))
+        }
         None => Attempt::Busy(
             GONE_GRACE,
             format!(

@@ -1,9 +1,11 @@
 //! What can be opened as a disk, what cannot, and who else may have it meanwhile.
 
 use std::fs::{self, File};
+use std::io::Read as _;
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, image, open, open_read_only, run};
@@ -50,6 +52,21 @@ fn what_is_no_image_is_unsuitable() {
     let pipe = dir.path().join("pipe");
     run("mkfifo", &[pipe.to_str().unwrap()]).unwrap();
     refused(&pipe, ErrorKind::Unsuitable, "pipe or socket");
+}
+
+/// It locks a device for longer than other processes get.
+#[test]
+fn a_device_manager_that_examines_it_is_waited_for() {
+    let dir = dir_on_disk();
+    let path = image(&dir, MIB);
+    let locked = "open F, '<', $ARGV[0]; flock F, 1; open C, '>', '/proc/self/comm'; print C '(udev-worker)'; \
+                  close C; $| = 1; print 'locked'; select undef, undef, undef, 0.5";
+    let mut manager = Command::new("perl");
+    let manager = manager.args(["-e", locked]).arg(&path).stdout(Stdio::piped());
+    let mut manager = manager.spawn().unwrap();
+    manager.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    open(&path).unwrap();
+    assert!(manager.wait().unwrap().success());
 }
 
 #[test]
