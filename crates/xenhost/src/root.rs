@@ -52,6 +52,8 @@ impl Suite {
         if self == TRIXIE {
             // dm-vdo, which this release's kernel has: the peer of a store.
             list.extend(["vdo", "dmsetup"].map(String::from));
+            // A client of NBD with lengths of 64 bits.
+            list.push("python3-libnbd".into());
             // What has a disk on several hosts: iSCSI's initiator and a target besides the kernel's, multipath, volumes, DRBD.
             let shared =
                 ["tgt", "open-iscsi", "multipath-tools", "sg3-utils", "lvm2", "drbd-utils"];
