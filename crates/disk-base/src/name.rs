@@ -116,8 +116,8 @@ impl ImageName {
             ),
             _ => (
                 "a volume of a store",
-                "volumes have commands of their own (ferrite store list, for one); ferrite image \
-                 convert copies one into an image",
+                "volumes have commands of their own (ferrite store create, list and others); ferrite image \
+                 convert copies one into an image, and an image into a new one",
             ),
         };
         let what = format!("cannot work on {}", self.path.display());

@@ -429,7 +429,7 @@ impl ImageTools<'_> {
     fn check_snapshot_names(&self, leaf: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
         let what = || format!("cannot make a snapshot of {}", leaf.path.display());
         if leaf.format == Format::Raw {
-            let help = "make an image on it instead: ferrite image clone RAW NEW.vhd";
+            let help = "make an image on it instead: ferrite image clone RAW NEW.qcow2";
             return Err(unsuitable(what(), "a raw image cannot have a parent", help));
         }
         if self.is_device(&leaf.path) {

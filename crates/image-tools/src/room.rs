@@ -99,7 +99,7 @@ impl Guard {
             return Ok(());
         }
         let why = format!(
-            "no space left on the file system of {} but {}, which are left to others",
+            "no space left on the file system of {} (it has {}, and a reserve is left to others)",
             raw.path().display(),
             Human(room.free)
         );

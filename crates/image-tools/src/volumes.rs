@@ -67,7 +67,8 @@ impl ImageTools<'_> {
         let handle = StoreHandle::open_on(path, &options, open_store, self.engine)?;
         let live = handle.store().live();
         if live.volume(volume).is_some() {
-            let help = "choose another name, or delete the volume first (ferrite store delete)";
+            let help = "choose another name, or delete the volume first (ferrite store delete); or write \
+                        to the volume by NBD (ferrite export nbd)";
             return Err(refused(what(), format!("{to} is there"), help));
         }
         let mut context = Copying::context(self).map_err(cannot)?;

@@ -349,7 +349,7 @@ pub fn help_of(e: &DiskError) -> &str {
 /// The error if another process has the store open.
 fn in_use(path: &Path, e: &DiskError) -> DiskError {
     let help = "only one process can have a store open: stop that process, or let it serve this volume, too (several \
-                IMAGE --xen pairs of ferrite serve). Commands on stores work meanwhile, and a snapshot is read \
+                IMAGE --xen pairs of ferrite serve, several images of ferrite export nbd). Commands on stores work meanwhile, and a snapshot is read \
                 through it (ferrite image convert, or ferrite export nbd --read-only)";
     DiskError::new(ErrorKind::InUse, cannot(path), e.why(), help)
 }

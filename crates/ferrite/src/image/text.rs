@@ -224,7 +224,7 @@ fn findings(image: &Checked) -> String {
         let _ = writeln!(
             out,
             "  its journal has completed writes that are not in the image yet: if no server uses \
-             it, ferrite image repair --force brings them in\n  \
+             it, ferrite image repair --force brings them in, and so does the next server\n  \
              do not repair it with another program (qemu-img check -r, vhd-util repair) before: these \
              writes would be lost"
         );

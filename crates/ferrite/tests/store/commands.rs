@@ -98,7 +98,7 @@ fn a_name_that_is_taken_is_refused_and_nothing_is_lost() {
         &["rename", "s#disk", "disk"],
     ] {
         let text = place.store_fails(1, args);
-        assert!(text.contains("there is a volume of that name"), "{text}");
+        assert!(text.contains(" of that name: "), "{text}");
     }
     let listed = json(&place.store_ok(&["list", "s", "--json"]));
     assert_eq!(names(&listed), ["copy", "disk", "monday"]);
@@ -194,6 +194,12 @@ fn stores_may_be_named_as_images_are_and_volumes_that_are_not_get_told_how() {
     assert!(text.contains("say store:s#disk"), "{text}");
     let text = place.fails(3, &["info", "t#disk"]);
     assert!(!text.contains("say store:"), "{text}");
+    // No file is made beside the store by mistake.
+    for args in [&["convert", "store:s#disk", "s#copy-of"][..], &["create", "s#new.raw", "1M"]] {
+        let text = place.fails(2, args);
+        assert!(text.contains("s is a store") && text.contains("say store:s#"), "{text}");
+    }
+    place.ok(&["create", "t#new.raw", "1M"]);
 }
 
 #[test]

@@ -378,6 +378,15 @@ struct NoVolume(Name);
 #[error("{}: so a copy is called that is not complete, and image convert --force deletes it", .0.as_str())]
 struct NameOfACopy(Name);
 
+/// The error that a name is taken.
+#[derive(Debug, thiserror::Error)]
+#[error("there is a {kind} of that name: {}", .name.as_str())]
+struct Taken {
+    /// A volume or a snapshot.
+    kind: &'static str,
+    name: Name,
+}
+
 /// Why a volume does not get a size.
 #[derive(Debug, thiserror::Error)]
 enum NoSize {
@@ -436,11 +445,17 @@ pub async fn change_live(
     if let Some(name) = new.filter(|name| name.as_str().ends_with(PARTIAL)) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, NameOfACopy(name.clone())));
     }
+    if let Some((name, there)) =
+        new.and_then(|name| Some((name, live.volume_called(name.as_str())?)))
+    {
+        let kind = if there.is_snapshot { "snapshot" } else { "volume" };
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            Taken { kind, name: name.clone() },
+        ));
+    }
     let operation = match change {
         Change::Create(bytes, domain) => {
-            if live.volume(volume.as_str()).is_some() {
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, VolumeError::Exists));
-            }
             let domain = match live.domain(domain.as_str()) {
                 Some(domain) => domain,
                 None => {
@@ -479,6 +494,10 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
     }
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<NameOfACopy>()) {
         let help = "choose a name that does not end in .partial";
+        return DiskError::new(ErrorKind::Refused, what, why.to_string(), help);
+    }
+    if let Some(why) = inner.and_then(|e| e.downcast_ref::<Taken>()) {
+        let help = "choose another name";
         return DiskError::new(ErrorKind::Refused, what, why.to_string(), help);
     }
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<NoSize>()) {

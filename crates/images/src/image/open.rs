@@ -146,8 +146,8 @@ fn protected(path: &Path) -> DiskError {
         }
         (None, None) => {
             let help = format!(
-                "{help}, or let it be written (chmod u+w): no image is known to stand on it; only \
-                 a clone that was cut off leaves its parent so"
+                "{help}, or let it be written (chmod u+w): no image is known to stand on it; \
+                 a clone that was cut off leaves its parent so, and a copy by cp is so as its original"
             );
             (of_mode.to_owned(), help)
         }

@@ -154,7 +154,7 @@ fn a_volume_that_a_disk_uses_is_not_deleted_or_rolled_back() {
         assert!(said.contains(r#""done":{"#), "{said}");
     }
     let again = change("a", &json!({ "snapshot": "s1" }));
-    assert!(again.contains("there is a volume of that name"), "{again}");
+    assert!(again.contains("there is a snapshot of that name: s1"), "{again}");
     let missing = change("a", &json!({ "rollback": "s9" }));
     drop(disk);
     assert!(missing.contains("a disk uses it"), "{missing}");
