@@ -112,7 +112,7 @@ fn random_streams_of_tls_end_one_connection_each() {
     println!("seed {SEED}");
     let mut random = SplitMix64::new(SEED);
     let hello = client_hello();
-    let rounds = if scale() > 1 { 100_000 } else { 10_000 };
+    let rounds = if scale() > 1 { 100_000 } else { 3_000 };
     for i in 0..rounds {
         let mut bytes = harm(&hello, &mut random);
         if i % 4 == 0 {
