@@ -175,7 +175,7 @@ pub(crate) fn rbd() -> Result<()> {
     steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 
-/// Disks of pools: twenty times as many histories as with each commit, also of the real shells, and real servers that are cut off.
+/// Disks of pools: many times the histories of each commit, also of the real shells, and real servers that are cut off.
 pub(crate) fn pool() -> Result<()> {
     let mut histories = cargo();
     histories.args(["test", "--locked", "--package", "ferrite-pool", "--test", "histories"]);

@@ -14,6 +14,7 @@ use ferrite_daemon::keepers::Keepers;
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::places::Small;
 use ferrite_testkit::{PATIENCE, images, wait_until};
@@ -84,7 +85,7 @@ impl Full {
             buffer.fill(0, BYTES, 0xEE);
             queue.read(n * SECTORS, buffer, 0, BYTES).unwrap();
             assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
-            assert!(buffer.to_vec(0, BYTES).iter().all(|byte| *byte == n as u8 + 1), "{n}");
+            assert!(are_all(&buffer.to_vec(0, BYTES), n as u8 + 1), "{n}");
         }
     }
 }

@@ -20,7 +20,7 @@ use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::devices::Freezable;
 use ferrite_testkit::programs::installed;
-use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_testkit::{PATIENCE, images, wait_until};
 use host::{Host, works};
 use roles::{Roles, end, keeper, kill, worker};
 use rustix::process::{Pid, Signal, kill_process};
@@ -174,22 +174,27 @@ const AT_REST: Duration = Duration::from_millis(2500);
 
 #[test]
 fn nothing_wakes_the_keeper_and_the_worker_of_a_disk_at_rest() {
-    let host = Host::with_guests(1, SMALL);
+    let host = Host::with_guests(2, SMALL);
     let daemon = host.spawn(None);
-    let disk = attach(&host, 1);
-    let mut front = host.connect(&disk);
-    works(&mut front, 1);
-    let keeper = keeper(&host, &disk);
-    let pids = [keeper, worker(keeper).unwrap()];
+    // The file of a raw disk is watched: it may grow. That of another format is not.
+    let qcow2 = images::make(&host.image("."), "qcow2", BYTES);
+    let disks = [attach(&host, 1), host.attach(2, 0, &format!("qcow2:{}", qcow2.display()))];
+    let mut fronts = disks.each_ref().map(|disk| host.connect(disk));
+    fronts.iter_mut().for_each(|front| works(front, 1));
+    let keepers = disks.each_ref().map(|disk| keeper(&host, disk));
+    let workers = keepers.map(|keeper| worker(keeper).unwrap());
+    let pids = [keepers, workers].concat();
     let mut last = sleeps(&pids);
     wait_until("rest", || {
         std::thread::sleep(AT_REST);
         let now = sleeps(&pids);
         std::mem::replace(&mut last, now) == now
     });
-    works(&mut front, 2);
-    front.close(PATIENCE).unwrap();
-    end(&host, &[disk], &[keeper]);
+    for mut front in fronts {
+        works(&mut front, 2);
+        front.close(PATIENCE).unwrap();
+    }
+    end(&host, &disks, &keepers);
     kill(daemon);
 }
 

@@ -20,9 +20,10 @@ use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::trace;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::restless::Restless;
 use ferrite_testkit::storm::Storm;
-use ferrite_testkit::{PATIENCE, images, proc, scale, wait_until};
+use ferrite_testkit::{PATIENCE, Pace, images, proc, scale, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use host::{A_WHILE, Host, works};
 use load::Load;
@@ -129,6 +130,7 @@ fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
     let control = host.paths().control();
     let run_dir = host.paths().run.join(host::id(disk).file_name());
     let asked = json!({ "disk": host::id(disk) });
+    let mut pace = Pace::default();
     Beside::start(0, move |read: &mut u64| {
         let listed: Disks = client::call(&control, "disk.list", &json!({}), PATIENCE).unwrap();
         assert!(listed.disks.len() <= 2);
@@ -140,6 +142,7 @@ fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
                 assert!(records.iter().all(|record| record.bytes <= 1 << 20));
             }
         }
+        pace.after_request();
     })
 }
 
@@ -240,7 +243,7 @@ fn guests_that_want_all_mappings_of_the_host_share_what_it_gives_and_leave_nothi
                 buffer.fill(0, buffer.len(), 0);
                 queue.read(q as u64 * 2048, &buffer, 0, buffer.len()).unwrap();
                 assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
-                assert!(buffer.to_vec(0, buffer.len()).iter().all(|b| *b == byte));
+                assert!(are_all(&buffer.to_vec(0, buffer.len()), byte));
             }
         }
         // The guests together have all mappings of the host.
@@ -296,7 +299,7 @@ fn a_number_that_another_guest_gets_leads_to_that_guests_image_and_not_to_the_ol
         buffer.fill(0, 4096, 0x55);
         front.queues[0].read(8, &buffer, 0, 4096).unwrap();
         assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
-        assert!(buffer.to_vec(0, 4096).iter().all(|byte| *byte == 0), "the old guest's data");
+        assert!(are_all(&buffer.to_vec(0, 4096), 0), "the old guest's data");
         works(&mut front, 0xB2);
         assert!(!is_kept || !roles::is_alive(old_keeper));
         assert!(std::fs::read(&image).unwrap() == data, "the old guest's image has changed");
@@ -382,9 +385,11 @@ fn guests_whose_storage_fails_see_nothing_of_each_other() {
             assert!(!is_ok || bad.is_none());
             failed += u32::from(!is_ok);
             let data = buffer.to_vec(0, buffer.len());
-            assert!(data.iter().all(|b| [own, !own, 0].contains(b)), "a byte is another's");
-            let is_right = |(i, b): (usize, &u8)| *b == own * u8::from(at + (i as u64) < filled);
-            assert!(!is_ok || data[..len].iter().enumerate().all(is_right), "at byte {at}");
+            let is_its = |part: &[u8]| [own, !own, 0].into_iter().any(|byte| are_all(part, byte));
+            assert!(data.chunks(512).all(is_its), "a byte is another's");
+            let is_right =
+                |(i, part): (u64, &[u8])| are_all(part, own * u8::from(at + i * 512 < filled));
+            assert!(!is_ok || (0..).zip(data[..len].chunks(512)).all(is_right), "at byte {at}");
         }
     }
     assert!(failed > 20, "{failed} requests have failed");

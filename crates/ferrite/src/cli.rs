@@ -40,6 +40,16 @@ use crate::vdev::Vbd;
                   6 salvaged in part, 130 interrupted. RUST_LOG selects log messages more finely than -v."
 )]
 pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: GlobalArgs,
+
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+// The options of all commands. A doc comment would be the program's description.
+#[derive(Debug, Default, Args)]
+pub(crate) struct GlobalArgs {
     /// Log more: -v for what happens, -vv for everything.
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
@@ -51,9 +61,6 @@ pub(crate) struct Cli {
     /// Print results that were asked for and errors only.
     #[arg(short, long, global = true)]
     pub(crate) quiet: bool,
-
-    #[command(subcommand)]
-    pub(crate) command: Command,
 }
 
 impl Cli {
@@ -61,13 +68,13 @@ impl Cli {
     pub(crate) fn of_script(words: &[OsString]) -> Option<Cli> {
         let wait = crate::disk::wait::of_script(words)?;
         let command = Command::Disk(DiskArgs { command: DiskCommand::Wait(wait) });
-        Some(Cli { verbose: 0, json: false, quiet: false, command })
+        Some(Cli { global: GlobalArgs::default(), command })
     }
 
     /// Whether results and errors are JSON.
     pub(crate) fn is_json(&self) -> bool {
         let is_output = matches!(&self.command, Command::Image(args) if args.is_json());
-        self.json || is_output
+        self.global.json || is_output
     }
 }
 

@@ -24,6 +24,7 @@ mod lab;
 pub mod log;
 mod migrate;
 mod net;
+mod one;
 pub mod options;
 mod pairs;
 pub mod parents;
@@ -81,12 +82,12 @@ pub fn main() -> ExitCode {
     if is_server {
         ferrite_serve::counters::remember_process();
     }
-    let usual = match (cli.quiet, is_server) {
+    let usual = match (cli.global.quiet, is_server) {
         (true, _) => "error",
         (false, true) => SERVER_LOG,
         (false, false) => "warn",
     };
-    log::set_up(cli.verbose, usual, None);
+    log::set_up(cli.global.verbose, usual, None);
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
         cli::Command::Daemon(args) => daemon::run(args),

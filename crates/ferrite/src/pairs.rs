@@ -10,6 +10,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args as _, Command as Definition, CommandFactory as _, Error, Parser as _};
 
 use crate::cli::{Cli, Command, ServeArgs};
+use crate::one;
 
 const SERVE: &str = "serve";
 /// The option that names the disk.
@@ -43,7 +44,7 @@ pub(crate) fn without_hidden(mut e: clap::Error, program: &clap::Command) -> cla
 /// Errors of clap, which include the help.
 pub(crate) fn parse(words: Vec<OsString>) -> Result<Cli, Error> {
     let Some(sorted) = sort(&words).filter(|sorted| sorted.disks.len() > 1) else {
-        return Cli::try_parse_from(words);
+        return one::parse(&words).map_or_else(|| Cli::try_parse_from(words), Ok);
     };
     sorted.compare()?;
     let mut disks = sorted.disks.iter().map(|disk| sorted.parse(disk));
@@ -51,7 +52,7 @@ pub(crate) fn parse(words: Vec<OsString>) -> Result<Cli, Error> {
     let mut cli = disks.next().unwrap_or_else(|| Cli::try_parse_from(&words))?;
     for disk in disks {
         let disk = disk?;
-        cli.verbose = cli.verbose.max(disk.verbose);
+        cli.global.verbose = cli.global.verbose.max(disk.global.verbose);
         if let (Some(args), Some(other)) = (serve(&mut cli.command), disk.command.into_serve()) {
             args.others.push(other);
         }
@@ -196,7 +197,7 @@ mod tests {
         let words = format!("ferrite {words}");
         let cli = parse(words.split(' ').map(OsString::from).collect());
         let cli = cli.map_err(|e| e.to_string())?;
-        let verbose = cli.verbose;
+        let verbose = cli.global.verbose;
         let mut first = cli.command.into_serve().unwrap();
         let others = std::mem::take(&mut first.others);
         Ok((verbose, [first].into_iter().chain(others).collect()))

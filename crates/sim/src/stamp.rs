@@ -41,7 +41,7 @@ pub fn write(to: &mut [u8], seed: u64, sector: u64, number: u64) {
 /// # Errors
 /// A text for people.
 pub fn read(bytes: &[u8], seed: u64, sector: u64) -> Result<Value, String> {
-    if bytes.iter().all(|b| *b == 0) {
+    if *bytes == [0; SECTOR] {
         return Ok(Value::Zeros);
     }
     let word = |i: usize| {

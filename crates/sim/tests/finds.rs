@@ -365,12 +365,17 @@ fn the_toy_that_does_nothing_wrong_is_left_alone() {
 }
 
 /// The first of these stories on a medium that lies so in which that is found.
-fn find_lie(images: Images, lie: &Lie, mut seeds: Range<u64>) -> Box<Violation> {
+fn find_lie(images: Images, lie: &Lie, seeds: impl IntoIterator<Item = u64>) -> Box<Violation> {
     let plan = |seed| Plan { lie: Some(lie.clone()), ..Plan::new(seed, Scenario::Past) };
-    let found = seeds.find_map(|seed| tell(&images, &plan(seed)).err());
+    let found = seeds.into_iter().find_map(|seed| tell(&images, &plan(seed)).err());
     let found = found.unwrap_or_else(|| panic!("{lie:?} is not found in {}", images.name()));
     println!("{lie:?}: seed {}, {}: {}", found.plan.seed, images.name(), found.what);
     found
+}
+
+/// The seeds of `all`, first those from `known` on, which finds it today.
+fn from(known: u64, all: Range<u64>) -> impl Iterator<Item = u64> {
+    (known..all.end).chain(all.start..known)
 }
 
 /// All formats, in files and on devices.
@@ -388,7 +393,9 @@ fn a_medium_that_ignores_each_sync_is_found_in_each_format() {
 #[test]
 fn a_medium_that_ignores_each_second_sync_is_found_in_each_format() {
     for which in 0..u64::from(rounds(2)) {
-        served().for_each(|images| drop(find_lie(images, &Lie::Sync { of: 2, which }, 0..200)));
+        for (images, known) in served().zip([19, 7, 11, 6, 56, 41]) {
+            find_lie(images, &Lie::Sync { of: 2, which }, from(known, 0..200));
+        }
     }
 }
 
@@ -402,7 +409,7 @@ fn a_medium_that_drops_writes_is_found_in_each_format() {
 #[test]
 fn a_table_of_a_vhd_that_is_written_ahead_of_the_data_is_found() {
     let images = Images::new(Kind::Vhd).on(Medium::Devices);
-    find_lie(images, &Lie::SyncBefore(1536..4096), 350..450);
+    find_lie(images, &Lie::SyncBefore(1536..4096), from(374, 350..450));
 }
 
 /// The header names the table of refcounts, which grows now and then, and has the mark of an image
@@ -410,5 +417,5 @@ fn a_table_of_a_vhd_that_is_written_ahead_of_the_data_is_found() {
 #[test]
 fn a_header_of_a_qcow2_image_that_is_written_ahead_of_the_table_is_found() {
     let images = Images::new(Kind::Qcow2).in_units(512);
-    find_lie(images, &Lie::SyncBefore(0..512), 100..200);
+    find_lie(images, &Lie::SyncBefore(0..512), from(139, 100..200));
 }

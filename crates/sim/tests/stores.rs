@@ -1,7 +1,5 @@
 //! The first stories of stores, and media that lie to them.
 
-use std::ops::Range;
-
 use ferrite_sim::images::Medium;
 use ferrite_sim::model::After;
 use ferrite_sim::plan::{Cut, Plan, Scenario, Violation};
@@ -60,25 +58,34 @@ fn find_lie(
     medium: Medium,
     scenario: Scenario,
     lie: &Lie,
-    mut seeds: Range<u64>,
+    seeds: impl IntoIterator<Item = u64>,
 ) -> Box<Violation> {
     let plan = |seed| Plan { lie: Some(lie.clone()), ..Plan::new(seed, scenario) };
-    let found = seeds.find_map(|seed| tell(medium, &plan(seed)).err());
-    found.unwrap_or_else(|| panic!("{lie:?} is not found on {medium:?}"))
+    let found = seeds.into_iter().find_map(|seed| tell(medium, &plan(seed)).err());
+    let found = found.unwrap_or_else(|| panic!("{lie:?} is not found on {medium:?}"));
+    println!("{lie:?}: seed {}, {medium:?}: {}", found.plan.seed, found.what);
+    found
+}
+
+/// The seeds below `end`, first those from `known` on, which finds it today.
+fn from(known: u64, end: u64) -> impl Iterator<Item = u64> {
+    (known..end).chain(0..known)
 }
 
 #[test]
 fn a_medium_that_lies_to_a_store_is_found() {
     let media = [Medium::Files, Medium::Devices];
     for medium in media.into_iter().take(if is_night() { 2 } else { 1 }) {
-        let find = |lie, seeds| find_lie(medium, Scenario::FlushStorm, &lie, seeds);
-        find(Lie::Sync { of: 1, which: 0 }, 0..50);
-        for which in 0..2 {
-            find(Lie::Sync { of: 2, which }, 0..200);
+        let find = |lie, known, end| {
+            find_lie(medium, Scenario::FlushStorm, &lie, from(known, end));
+        };
+        find(Lie::Sync { of: 1, which: 0 }, 0, 50);
+        for (which, known) in [(0, 94), (1, 30)] {
+            find(Lie::Sync { of: 2, which }, known, 200);
         }
-        find(Lie::Write { per_mille: 20 }, 0..50);
+        find(Lie::Write { per_mille: 20 }, 0, 50);
         // What goes to the first home of the superblock is written ahead of what it leads to: a moment that
         // few stories end in, and of those mostly such as do everything.
-        find_lie(medium, Scenario::Mixed, &Lie::SyncBefore(0..8192), 0..400);
+        find_lie(medium, Scenario::Mixed, &Lie::SyncBefore(0..8192), from(26, 400));
     }
 }

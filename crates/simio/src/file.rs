@@ -370,7 +370,7 @@ fn survivor(
 }
 
 fn pack(bytes: &[u8]) -> Option<Sector> {
-    if bytes.iter().all(|b| *b == 0) {
+    if *bytes == [0; SECTOR] {
         return None;
     }
     let mut sector = Box::new([0; SECTOR]);

@@ -73,9 +73,35 @@ pub const NIGHT: u32 = 5;
 /// Waits until a condition holds.
 #[track_caller]
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
+    let begun = Instant::now();
     while !done() {
-        assert!(Instant::now() < end, "{what} does not happen");
-        std::thread::sleep(Duration::from_millis(1));
+        let waited = begun.elapsed();
+        assert!(waited < PATIENCE, "{what} does not happen");
+        std::thread::sleep(before_next_look(waited));
+    }
+}
+
+/// The pause before the next look at what has not happened for so long: a sixteenth of that. Looks at a process or a file
+/// take processor time, which what is waited for needs as well.
+fn before_next_look(waited: Duration) -> Duration {
+    (waited / 16).clamp(Duration::from_millis(1), Duration::from_millis(10))
+}
+
+/// The pace of a guest or client that works in a loop beside what is tested. It rests after each few requests: without
+/// rests it takes a processor for as long as the test waits for anything else. By night it has no rests.
+#[derive(Debug, Default)]
+pub struct Pace(u32);
+
+impl Pace {
+    /// Requests without a rest.
+    const BURST: u32 = 8;
+    const REST: Duration = Duration::from_millis(3);
+
+    /// After a request: rests if it is time for it.
+    pub fn after_request(&mut self) {
+        self.0 += 1;
+        if self.0.is_multiple_of(Pace::BURST) && !is_night() {
+            std::thread::sleep(Pace::REST);
+        }
     }
 }

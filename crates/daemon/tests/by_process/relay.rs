@@ -13,7 +13,7 @@ use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::programs::installed;
-use ferrite_testkit::{images, wait_until};
+use ferrite_testkit::{Pace, images, wait_until};
 use serde_json::json;
 
 use crate::host::{self, Host};
@@ -112,7 +112,7 @@ fn work(client: &mut Client, from: u64, stop: &AtomicBool, done: &AtomicU64) {
     };
     let mut slots: Vec<Slot> = (0..DEPTH).map(slot).collect();
     slots.iter_mut().for_each(|slot| slot.ask(client, command::WRITE));
-    let mut under_way = DEPTH;
+    let (mut under_way, mut pace) = (DEPTH, Pace::default());
     while under_way > 0 {
         let reply = client.reply();
         assert_eq!(reply.error, 0);
@@ -121,6 +121,7 @@ fn work(client: &mut Client, from: u64, stop: &AtomicBool, done: &AtomicU64) {
             assert!(are_all(&reply.data, slot.stamp), "at {}", slot.from);
             assert_eq!(reply.data.len(), slot.bytes as usize);
             done.fetch_add(1, Ordering::Relaxed);
+            pace.after_request();
             if stop.load(Ordering::Relaxed) {
                 under_way -= 1;
                 continue;

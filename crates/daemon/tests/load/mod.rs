@@ -15,7 +15,7 @@ use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::bytes::are_all;
-use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_testkit::{PATIENCE, Pace, wait_until};
 
 use crate::host::Host;
 
@@ -94,6 +94,7 @@ fn run(
     let Model { first_block, mut stamps } = model;
     let mut random = SplitMix64::new(first_block + u64::from(stamps[0]));
     let buffer = front.space().buffer(1).unwrap();
+    let mut pace = Pace::default();
     while !stop.load(Ordering::Relaxed) {
         let block = random.below(256) as usize;
         let begun = Instant::now();
@@ -110,6 +111,7 @@ fn run(
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         done.fetch_add(1, Ordering::Relaxed);
         longest_us.fetch_max(begun.elapsed().as_micros() as u64, Ordering::Relaxed);
+        pace.after_request();
     }
     (front, Model { first_block, stamps })
 }

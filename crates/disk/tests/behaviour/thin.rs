@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_image_tools::{Convert, NewImage};
-use ferrite_testkit::bytes::are_all;
+use ferrite_testkit::bytes::{are_all, first_difference, runs};
 use ferrite_testkit::images;
 use tempfile::TempDir;
 
@@ -74,16 +74,15 @@ fn a_disk_that_is_to_keep_its_space_keeps_it_where_zeros_are_written() {
 const BLOCKS: u64 = 16;
 const BLOCK: u64 = 2 * MIB;
 
-/// The content: half of each block.
-fn half(at: u64) -> u8 {
-    if at % BLOCK < MIB { 7 } else { 0 }
+/// The content: half of each block has something.
+fn halves() -> Vec<u8> {
+    let byte = |n: usize| if n.is_multiple_of((BLOCK / MIB) as usize) { 7 } else { 0 };
+    runs((BLOCKS * BLOCK) as usize, MIB as usize, byte)
 }
 
 fn reads_as_half_of_each_block(path: &Path) {
     let found = images::contents(path);
-    let wrong = found.iter().zip(0..).position(|(byte, at)| *byte != half(at));
-    assert_eq!(wrong, None, "{}", path.display());
-    assert_eq!(found.len() as u64, BLOCKS * BLOCK);
+    assert_eq!(first_difference(&found, &halves()), None, "{}", path.display());
 }
 
 #[test]
@@ -121,8 +120,7 @@ fn the_rest_of_a_block_that_a_guest_has_never_written_takes_no_space() {
 fn a_copy_takes_space_for_its_data_alone_whatever_the_unit_is() {
     let dir = dir_on_disk();
     let source = dir.path().join("source.img");
-    let bytes: Vec<u8> = (0..BLOCKS * BLOCK).map(half).collect();
-    fs::write(&source, &bytes).unwrap();
+    fs::write(&source, halves()).unwrap();
     for (to, unit_bytes) in [("vhd", None), ("qcow2", Some(BLOCK as u32)), ("raw", None)] {
         let path = dir.path().join("copy").with_extension(to);
         let how = Convert { unit_bytes, ..Convert::default() };

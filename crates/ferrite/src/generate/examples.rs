@@ -536,10 +536,11 @@ fn examples_of_images(name: &str) -> Terms {
 
 #[cfg(test)]
 mod tests {
-    use clap::{Command, CommandFactory as _};
+    use clap::{Command, CommandFactory as _, Parser as _};
 
     use super::*;
     use crate::cli::Cli;
+    use crate::one;
 
     fn names(command: &Command, to: &mut Vec<String>) {
         let name = command.get_display_name().unwrap_or_else(|| command.get_name());
@@ -553,12 +554,16 @@ mod tests {
         ferrite.build();
         let mut all = Vec::new();
         names(&ferrite, &mut all);
-        let (mut seen, mut faults) = (0, Vec::new());
+        let (mut seen, mut ones, mut faults) = (0, 0, Vec::new());
         for name in &all {
             let lines = examples(name).iter().flat_map(|(_, lines)| lines.lines());
             for line in lines {
-                let words = || line.split(' ').map(std::ffi::OsString::from).collect();
+                let words = || line.split(' ').map(std::ffi::OsString::from).collect::<Vec<_>>();
                 faults.extend(crate::pairs::parse(words()).err().map(|e| format!("{line}: {e}")));
+                if let (Some(one), Ok(cli)) = (one::parse(&words()), Cli::try_parse_from(words())) {
+                    assert_eq!(format!("{one:?}"), format!("{cli:?}"), "{line}");
+                    ones += 1;
+                }
                 // A command's own name may have such a stroke, too.
                 let is_its_own = line.replace(' ', "-").starts_with(name.as_str());
                 faults.extend((!is_its_own).then(|| format!("{line}: on the page {name}")));
@@ -566,7 +571,7 @@ mod tests {
             }
         }
         assert!(faults.is_empty(), "{}", faults.join("\n"));
-        assert!(seen > 45, "{seen}");
+        assert!(seen > 45 && ones > seen / 2, "{ones} of {seen}");
         let without: Vec<&String> = all.iter().filter(|name| examples(name).is_empty()).collect();
         assert!(without.len() < 8, "{without:?}");
     }

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
 use ferrite_testkit::bytes::are_all;
-use ferrite_testkit::{PATIENCE, wait_until};
+use ferrite_testkit::{PATIENCE, Pace, wait_until};
 
 /// Requests at a time.
 const DEPTH: usize = 16;
@@ -83,6 +83,7 @@ fn run(mut front: Frontend, stop: &AtomicBool, done: &AtomicU64, errors: &Atomic
     let mut slots: Vec<Slot> = (0..DEPTH).map(slot).collect();
     let mut idle: Vec<usize> = (0..DEPTH).collect();
     let mut under_way = HashMap::new();
+    let mut pace = Pace::default();
     loop {
         for at in idle.drain(..) {
             let slot = &mut slots[at];
@@ -101,6 +102,7 @@ fn run(mut front: Frontend, stop: &AtomicBool, done: &AtomicU64, errors: &Atomic
             return front;
         }
         let reply = queue.next_reply(PATIENCE).unwrap();
+        pace.after_request();
         let at = under_way.remove(&reply.tag).unwrap();
         let slot = &mut slots[at];
         match (slot.step, reply.is_ok()) {

@@ -240,7 +240,7 @@ fn disks_grow_with_their_tables() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: ferrite_testkit::rounds(48), failure_persistence: None, ..Default::default() })]
 
     /// Tables that refer to each other, to nowhere and to themselves.
     #[test]

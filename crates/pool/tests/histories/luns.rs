@@ -2,9 +2,9 @@
 
 use ferrite_pool::{Blocks, Rule as PoolRule, Wanted};
 
-use crate::often;
 use crate::random::Random;
 use crate::world::{Act, FIRST, LunRule, Plan, Rule, Without, World, directed};
+use crate::{WITHIN, count, often};
 
 /// Which copies are on which LUNs: all, some beside servers, or two on the same one.
 fn plan(seed: u64) -> Plan {
@@ -29,10 +29,6 @@ fn histories(without: Without, count: u64, replaces: bool) -> Option<(u64, Strin
     })
 }
 
-fn count() -> u64 {
-    std::env::var("FERRITE_POOL_HISTORIES").ok().and_then(|n| n.parse().ok()).unwrap_or(1000)
-}
-
 #[test]
 fn all_reads_of_all_histories_with_luns_are_right() {
     if let Some((seed, why)) = histories(Without::default(), count(), false) {
@@ -46,9 +42,6 @@ fn all_reads_with_luns_are_right_while_a_copy_is_replaced() {
         panic!("seed {seed}: {why}");
     }
 }
-
-/// Seeds among which one shows that a rule is left out.
-const WITHIN: u64 = 10_000;
 
 fn is_found(rule: Rule) {
     let found = histories(Without(Some(rule)), WITHIN, false);

@@ -3,6 +3,7 @@
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_testkit::PATIENCE;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, PlainOp, Protocol, RawSegment,
@@ -272,7 +273,7 @@ fn only_unknown_operations_are_called_not_supported() {
         queue.message(byte, Message::Indirect { op, nr_segments: 20, sector: 0, pages }).unwrap();
         assert_eq!(status(queue), STATUS_ERROR, "indirect operation {byte}");
     }
-    assert!(rig.medium().iter().all(|b| *b == 0), "the medium changed");
+    assert!(are_all(&rig.medium(), 0), "the medium changed");
     front.close(PATIENCE).unwrap();
 }
 

@@ -6,8 +6,9 @@ use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue};
 use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_testkit::bytes::are_all;
 use ferrite_testkit::rig::{Plan, Rig, offer};
-use ferrite_testkit::{PATIENCE, scale};
+use ferrite_testkit::{PATIENCE, few_or_all, scale};
 use ferrite_xen::abi::{
     IndirectOp, Message, OP_READ, OP_WRITE, PlainOp, RawSegment, STATUS_ERROR, STATUS_OKAY,
 };
@@ -152,7 +153,7 @@ fn requests_beyond_the_offer_are_answered_once_and_carry_nothing() {
     let message = Message::Indirect { op: IndirectOp::Read, nr_segments: 0, sector: 0, pages };
     queue.message(OP_READ, message).unwrap();
     assert_eq!(queue.next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
-    assert!(rig.medium().iter().all(|b| *b == 0));
+    assert!(are_all(&rig.medium(), 0));
     front.close(PATIENCE).unwrap();
 }
 
@@ -300,7 +301,7 @@ fn largest_requests_on_all_queues_at_once_share_a_small_pool() {
             assert_eq!(replies.len(), 32);
             assert!(replies.iter().all(|r| r.is_ok()));
         }
-        assert!(rig.sectors(0, 4 << 20).iter().all(|b| *b == round + 1));
+        assert!(are_all(&rig.sectors(0, 4 << 20), round + 1));
     }
     front.close(PATIENCE).unwrap();
 }
@@ -316,7 +317,7 @@ fn single_requests_wake_a_backend_that_is_about_to_sleep() {
     let mut random = SplitMix64::new(21);
     let start = Instant::now();
     let mut rounds = 0;
-    while start.elapsed() < Duration::from_millis(700) * scale() {
+    while start.elapsed() < Duration::from_millis(few_or_all(300, 3500).into()) {
         rounds += 1;
         queue.read(0, &buffer, 0, 512).unwrap();
         queue.push().unwrap();

@@ -122,11 +122,15 @@ pub(crate) struct Flaws {
 
 /// A big-endian field of bytes that are known to be long enough.
 pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..at + 4].iter().fold(0, |n, b| n << 8 | u32::from(*b))
+    let mut field = [0; 4];
+    field.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_be_bytes(field)
 }
 
 pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
-    bytes[at..at + 8].iter().fold(0, |n, b| n << 8 | u64::from(*b))
+    let mut field = [0; 8];
+    field.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_be_bytes(field)
 }
 
 impl Header {

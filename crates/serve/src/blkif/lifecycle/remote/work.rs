@@ -239,17 +239,22 @@ impl<'a> WorkerProcess<'a> {
             second.map(|second| (&second.worker, second.listens)),
         ];
         let fd = |i: usize| workers[i].map_or(first, |(worker, _)| worker.reports_fd());
-        let grows = |i: usize| {
+        let growth = |i: usize| {
             let listens = workers[i].filter(|(_, listens)| *listens);
-            listens.and_then(|(worker, _)| worker.growth_fd()).unwrap_or(first)
+            listens.and_then(|(worker, _)| worker.growth_fd())
         };
+        // What is not waited for is replaced by the first line: an order on that is no growth.
+        let growth_or_first = |i: usize| growth(i).unwrap_or(first);
         // Clients wait in the channel until the disk can be served.
         let takes = self.serves_others() || self.opens_for_others();
         let client_channel = self.client_channel.filter(|_| takes).map_or(first, OwnedFd::as_fd);
-        let fds = [first, self.second, fd(0), fd(1), grows(0), grows(1), client_channel];
+        let (grows, grows_second) = (growth_or_first(0), growth_or_first(1));
+        let fds = [first, self.second, fd(0), fd(1), grows, grows_second, client_channel];
         let timeout = self.pause_for_others();
         let ready = wait_for(fds, timeout).map_err(|e| ServeError::host("wait for orders", e))?;
-        let reports = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
+        let reports = |i: usize| {
+            workers[i].is_some() && (ready[2 + i] || ready[4 + i] && growth(i).is_some())
+        };
         let client = takes && ready[6];
         Ok(Ready { requests: [ready[0], ready[1]], reports: [reports(0), reports(1)], client })
     }
