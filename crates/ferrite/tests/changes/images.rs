@@ -62,7 +62,7 @@ fn a_volume_gets_a_snapshot_and_grows_while_its_guest_and_a_client_write() {
         load.wait_for_progress();
     }
     for (name, why) in [
-        ("monday", "there is a snapshot of that name: monday"),
+        ("monday", "there is a volume of that name"),
         ("web", "there is a volume of that name"),
         ("mon/day", "is no name"),
         ("a.partial", "copies that are not complete"),
