@@ -136,7 +136,9 @@ fn moves(bench: &mut Bench<'_>) -> Result<()> {
     let uri = format!("nbds://{SERVER}/?tls-certificates={TLS}/client");
     bench.xenhost.sh(&attach(&guest, &format!("qcow2:{LOCAL}")))?;
     guest.sh(bench.xenhost, USE, 120)?;
-    let load = guest.begin(bench.xenhost, LOAD, 180)?;
+    // It writes until the server has come again: only a write notices that the target is gone.
+    let load = LOAD.replace("--runtime=40", "--runtime=150");
+    let load = guest.begin(bench.xenhost, &load, 400)?;
     let disk = format!("{}/xvdb", guest.name());
     // It ends when the target has all.
     bench.xenhost.sh(&format!("ferrite mirror {disk} '{uri}'"))?;
