@@ -426,7 +426,7 @@ const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
 /// budgets belong to the host.
 const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
      ! -path /run/ferrite/stats ! -path /run/ferrite/keepers ! -path /run/ferrite/empty ! -path /run/ferrite/stores \
-     ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget \
+     ! -path /run/ferrite/mirrors ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget \
      ! -path /run/ferrite/memory-budget \
      ! -path '/run/ferrite/processors*' 2>/dev/null; \
      find /run/blktap-control -mindepth 1 2>/dev/null; \
