@@ -77,7 +77,6 @@ mod tests {
             "ferrite image --help",
             "ferrite image info",
             "ferrite image info a.vhd --bad",
-            "ferrite help image",
             "ferrite images",
             "ferrite -x image info a.vhd",
             "ferrite doctor",
