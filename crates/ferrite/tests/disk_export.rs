@@ -269,13 +269,16 @@ fn doctor_says_what_is_wrong_with_exports_and_with_disks_on_other_servers() {
         String::from_utf8(output.stdout).unwrap()
     };
     // What it says in the line of a disk, and of what to do.
-    let says = |of: &str, state: &str, what: &[&str]| {
+    let told = |of: &str| {
         let said = doctor();
         let at =
             said.lines().position(|line| line.contains(of)).unwrap_or_else(|| panic!("{said}"));
-        let told = said.lines().skip(at).take(2).collect::<Vec<_>>().join("\n");
-        assert!(told.trim_start().starts_with(state), "{said}");
-        assert!(what.iter().all(|what| told.contains(what)), "{said}");
+        said.lines().skip(at).take(2).collect::<Vec<_>>().join("\n").trim_start().to_owned()
+    };
+    let says = |of: &str, state: &str, what: &[&str]| {
+        let told = told(of);
+        assert!(told.starts_with(state), "{told}");
+        assert!(what.iter().all(|what| told.contains(what)), "{told}");
     };
     assert!(!doctor().contains("exported as"));
     let port = daemon.export(&["--read-only"]);
@@ -310,6 +313,8 @@ fn doctor_says_what_is_wrong_with_exports_and_with_disks_on_other_servers() {
         let _ = fs::remove_file(&socket);
         let why =
             if uri.contains("unix") { "there is no socket" } else { "has no connection to it now" };
+        // The kernel ends the connection a moment after the server.
+        wait_until("a warning", || told(&uri).starts_with("WARN"));
         says(&uri, "WARN", &[why, "start the server"]);
     }
 }

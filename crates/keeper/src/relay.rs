@@ -230,11 +230,15 @@ pub fn become_relay() -> io::Result<OwnedFd> {
 mod tests {
     use std::os::fd::IntoRawFd as _;
     use std::process::Command;
+    use std::sync::{Mutex, PoisonError};
 
     use super::*;
 
     /// A relay of the previous program that speaks this version. `None`: that program said none.
     fn handed(version: Option<u32>) -> (Relay, OwnedFd) {
+        // A child of another test would have the descriptor that is left open.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let (keeper_end, relay_end) = frames::pair().unwrap();
         let child = Command::new("sleep").arg("1000").spawn().unwrap().id();
         // As after `execve`: the descriptor was left open for this program.

@@ -136,12 +136,14 @@ fn moves(bench: &mut Bench<'_>) -> Result<()> {
     let uri = format!("nbds://{SERVER}/?tls-certificates={TLS}/client");
     bench.xenhost.sh(&attach(&guest, &format!("qcow2:{LOCAL}")))?;
     guest.sh(bench.xenhost, USE, 120)?;
-    // It writes until the server has come again: only a write notices that the target is gone.
-    let load = LOAD.replace("--runtime=40", "--runtime=150");
-    let load = guest.begin(bench.xenhost, &load, 400)?;
+    let load = guest.begin(bench.xenhost, LOAD, 180)?;
     let disk = format!("{}/xvdb", guest.name());
     // It ends when the target has all.
-    bench.xenhost.sh(&format!("ferrite mirror {disk} '{uri}'"))?;
+    bench.xenhost.sh_for(&format!("ferrite mirror {disk} '{uri}'"), 180)?;
+    guest.finish_ok(bench.xenhost, &load).context("fio's verification in the guest")?;
+    // It writes until the server has come again: only a write notices that the target is gone.
+    let load = LOAD.replace("--runtime=40", "--runtime=120");
+    let load = guest.begin(bench.xenhost, &load, 400)?;
     let has_all =
         "ferrite job show 1 | grep -q 'step mirror' && ! ferrite job show 1 | grep -q reason";
     bench.xenhost.sh("sleep 2; kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)")?;
