@@ -104,10 +104,10 @@ fn device_model_has(disk: &Disk, by: By) -> String {
         By::Image => {
             format!("ls -l /proc/$(pgrep -f -- '-xen-domid {domid} ')/fd | grep -F {image}")
         }
-        // The server's end of an accepted connection. By xl's own script its socket is where tapdisk would have it.
-        By::Socket => format!(
-            "grep -E ' 03 +[0-9]+ .*/(vbd-{domid}-51712/nbd|blktap-control/nbd[0-9.]+)$' /proc/net/unix"
-        ),
+        // The server's end of an accepted connection. Its socket was bound by this name, and renamed.
+        By::Socket => {
+            format!("grep -E ' 03 +[0-9]+ .*/blktap-control/[.]vbd-{domid}-51712$' /proc/net/unix")
+        }
     }
 }
 
