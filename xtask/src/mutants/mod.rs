@@ -118,14 +118,16 @@ fn each<T: Send>(
     work: impl Fn(&Copy, T) -> Result<()> + Sync,
 ) -> Result<()> {
     let list = Mutex::new(list);
-    let next = |index: usize| {
-        let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
-        if index.is_multiple_of(2) { list.pop_front() } else { list.pop_back() }
+    let queue = || list.lock().unwrap_or_else(PoisonError::into_inner);
+    let next = |index: usize| match index.is_multiple_of(2) {
+        true => queue().pop_front(),
+        false => queue().pop_back(),
     };
     let all_of = |index: usize, copy: &Copy| -> Result<()> {
         while !stop.is_asked() {
             let Some(one) = next(index) else { break };
-            work(copy, one)?;
+            // The other copies end, too: an error here is one of the whole run.
+            work(copy, one).inspect_err(|_| drop(std::mem::take(&mut *queue())))?;
         }
         Ok(())
     };

@@ -95,8 +95,8 @@ fn locked_bytes(path: &Path) -> Vec<u32> {
     (90..300).filter(|byte| is_locked_by_others(&file, *byte).unwrap()).collect()
 }
 
-/// Each of them by itself: consistent reading, writing and resizing are used, and the latter two
-/// left to nobody else. A program that a test of another file starts may have the locks for a moment longer.
+/// Each of them by itself: consistent reading, writing and resizing are used, and other programs may not write or resize.
+/// A program that a test of another file starts may have the locks for a moment longer.
 #[test]
 fn an_open_image_has_the_locks_that_qemu_would_have() {
     let _alone = alone();
