@@ -193,8 +193,12 @@ pub(crate) struct RollbackArgs {
     #[command(flatten)]
     pub(crate) volume: VolumeArg,
 
-    /// A snapshot in the same store and domain.
+    /// A snapshot of the volume, or the one that it was cloned from.
     pub(crate) snap: OsString,
+
+    /// Take any snapshot of the same domain.
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// The arguments of `rename`.

@@ -25,6 +25,7 @@ pub(crate) mod args;
 mod asking;
 pub(crate) mod owner;
 pub(crate) mod reading;
+mod rollback;
 pub(crate) mod streams;
 mod text;
 mod wire;
@@ -34,7 +35,9 @@ use wire::{Ask, Compressing};
 
 pub(crate) use wire::prefix;
 
-use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
+use args::{
+    CompactArgs, Compress, CreateArgs, RollbackArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg,
+};
 
 /// Runs one command.
 pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
@@ -140,6 +143,14 @@ pub(crate) fn resize(
     Ok(done.volume.virtual_bytes)
 }
 
+fn roll_back(tools: &ImageTools<'_>, out: &Out, args: &RollbackArgs) -> Result<(), Failure> {
+    let ((name, volume), snap) = (of_volume(&args.volume)?, entry(&args.snap)?);
+    if !args.force {
+        rollback::check(&list(tools, out, &name.path)?.volumes, &name, &snap)?;
+    }
+    change(tools, out, (name, volume), Change::Rollback(snap))
+}
+
 fn list(tools: &ImageTools<'_>, out: &Out, store: &Path) -> Result<StoreListed, Failure> {
     here_or_there(out, store, &Ask::List, || tools.list_store(store))
 }
@@ -162,7 +173,7 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Info(it) => info(tools, out, &StoreName::parse(&it.name)?),
         StoreCommand::Snapshot(it) => change(&it.of, Change::Snapshot(entry(&it.snap)?)),
         StoreCommand::Clone(it) => change(&it.of, Change::Clone(entry(&it.new)?)),
-        StoreCommand::Rollback(it) => change(&it.volume, Change::Rollback(entry(&it.snap)?)),
+        StoreCommand::Rollback(it) => roll_back(tools, out, it),
         StoreCommand::Delete(it) => change(it, Change::Delete),
         StoreCommand::Rename(it) => change(&it.of, Change::Rename(entry(&it.new)?)),
         StoreCommand::Resize(it) => {

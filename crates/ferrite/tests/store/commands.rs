@@ -169,6 +169,30 @@ fn names_that_cannot_be_and_arguments_that_do_not_fit_are_wrong_usage() {
 }
 
 #[test]
+fn a_volume_gets_the_content_of_a_snapshot_of_another_by_force_only() {
+    let place = Place::new();
+    place.store_ok(&["create", "s", "--size", "64M"]);
+    place.store_ok(&["create", "s#web", "8M"]);
+    place.store_ok(&["create", "s#db", "16M"]);
+    place.store_ok(&["snapshot", "s#db", "monday"]);
+    let text = place.store_fails(1, &["rollback", "s#web", "monday"]);
+    assert!(text.contains("monday is a snapshot of db, not of web"), "{text}");
+    assert!(place.store_ok(&["info", "s#web"]).contains("8 MiB"));
+    // What a clone began with is its own, by way of another clone, too; a later snapshot of the original is not.
+    place.store_ok(&["clone", "s#monday", "db2"]);
+    place.store_ok(&["clone", "s#db2", "db3"]);
+    place.store_ok(&["snapshot", "s#db", "tuesday"]);
+    place.store_ok(&["rollback", "s#db3", "monday"]);
+    place.store_fails(1, &["rollback", "s#db3", "tuesday"]);
+    // Its original is gone, and with it what the snapshot was made from.
+    place.store_ok(&["delete", "s#db"]);
+    let text = place.store_fails(1, &["rollback", "s#web", "tuesday"]);
+    assert!(text.contains("the store does not say that tuesday is a snapshot of web"), "{text}");
+    let text = place.store_ok(&["rollback", "s#web", "tuesday", "--force"]);
+    assert_eq!(text, "s#web: rolled back, 16 MiB now\n");
+}
+
+#[test]
 fn a_store_is_found_in_another_folder_behind_a_link_and_with_a_sign_in_its_name() {
     let place = place();
     fs::create_dir(place.path("folder")).unwrap();
