@@ -1,6 +1,7 @@
 //! Disks of running guests that get snapshots, are merged, grow, and are limited, while fio writes and verifies.
 
 use super::guests::{begin_verifying, migrate, stop_verifying, wait_for_requests};
+use super::toolstack::xl_knows_us;
 use super::{Bench, Case, expect_eq, ferrite};
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::guest::{Guest, GuestOptions};
@@ -49,6 +50,9 @@ fn chain(bench: &mut Bench<'_>, format: &str) -> Result<String> {
 }
 
 fn paravirtual(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
     let mut guest = guest(bench, &GuestOptions::default(), "vhd")?;
     let disk = format!("{}/xvda", guest.name());
     let under_way = begin_verifying(bench, &mut guest)?;
@@ -90,6 +94,9 @@ fn is_limited(bench: &mut Bench<'_>, guest: &mut Guest, disk: &str) -> Result<()
 }
 
 fn migrated(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
     bench.start_daemon()?;
     let image = "/lab/leaf.qcow2";
     bench.xenhost.sh(&format!("rm -f /lab/*.qcow2; ferrite image create {image} {}M", MIB[0]))?;
