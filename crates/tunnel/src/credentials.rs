@@ -117,7 +117,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// What a server needs for its clients. Unless it `verifies`, they need no certificates.
+/// A server's TLS settings for its clients. Unless it `verifies`, they need no certificates.
 pub(crate) fn server(contents: &Contents, verifies: bool) -> Result<Arc<ServerConfig>, Fault> {
     let chain = contents.certificates(SERVER_CERTIFICATE)?;
     let key = contents.key(SERVER_KEY)?;
@@ -174,7 +174,7 @@ pub(crate) fn check_peer(
     }
 }
 
-/// Refuses a certificate of our own that each client would refuse. Who has signed it is for clients to know.
+/// Refuses a certificate of our own that each client would refuse. Clients, not this check, judge its signer.
 fn check_own(chain: &[CertificateDer<'_>], roots: &RootCertStore) -> Result<(), Fault> {
     let checked = check_at(SERVER_CERTIFICATE, chain, roots, UnixTime::now())?;
     use CertificateError as E;
@@ -201,7 +201,7 @@ fn check_own(chain: &[CertificateDer<'_>], roots: &RootCertStore) -> Result<(), 
     }
 }
 
-/// What clients would say of a server's certificate at this time.
+/// The verdict of clients on a server's certificate at this time.
 fn check_at(
     name: &'static str,
     chain: &[CertificateDer<'_>],
@@ -214,7 +214,7 @@ fn check_at(
     Ok(verify_server_cert_signed_by_trust_anchor(&parsed, roots, between, at, algorithms))
 }
 
-/// What a client needs for a server.
+/// A client's TLS settings for a server.
 pub(crate) fn client(contents: &Contents) -> Result<Arc<ClientConfig>, Fault> {
     let roots = contents.roots()?;
     let builder = ClientConfig::builder_with_provider(provider())
@@ -250,7 +250,7 @@ pub fn check_client(folder: &Path) -> Result<(), Fault> {
     client(&Contents::read(&files)?).map(drop).map_err(|fault| in_folder(folder, fault))
 }
 
-/// Whose certificate of a folder.
+/// The side whose certificate of a folder is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Clients connect to it.

@@ -1,4 +1,4 @@
-//! What TLS says of a connection, in words that name what to do.
+//! Errors of TLS, in words that name the next step.
 
 use ferrite_host::tunnel::{CA, CLIENT_CERTIFICATE, CLIENT_KEY, SERVER_CERTIFICATE};
 use rustls::pki_types::UnixTime;
@@ -9,7 +9,7 @@ use crate::Fault;
 /// The most characters that a certificate's names take of a line.
 const MAX_NAMES: usize = 200;
 
-/// Who is on the other side.
+/// The other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Peer {
     Client,
@@ -71,7 +71,7 @@ pub(crate) fn fault(e: &Error, peer: Peer) -> Fault {
     }
 }
 
-/// What is wrong with the peer's certificate.
+/// The error of the peer's certificate.
 fn certificate(e: &CertificateError, peer: Peer) -> Fault {
     use CertificateError as E;
     let (name, file) = (peer.name(), peer.certificate());
@@ -94,7 +94,7 @@ fn certificate(e: &CertificateError, peer: Peer) -> Fault {
         ),
         E::UnknownIssuer => Fault::new(
             what,
-            format!("it was signed by nobody whose certificate is in our {CA}"),
+            format!("it was signed by an authority whose certificate is not in our {CA}"),
             format!("sign {file} there with that CA, or add its own CA's certificate to our {CA}"),
         ),
         E::NotValidForName => {

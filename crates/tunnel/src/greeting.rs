@@ -1,6 +1,6 @@
 //! The handshake of NBD up to the option STARTTLS (nbd-rules.md 7).
 //!
-//! Each message is read to its last byte and no further: what comes behind STARTTLS is TLS, and never an option in
+//! Each message is read to its last byte and no further: the bytes behind STARTTLS are TLS, and never an option in
 //! clear.
 
 use ferrite_nbd::restriction::{RESTRICT, Restriction};
@@ -143,7 +143,7 @@ pub(crate) fn in_clear(client: &Timed<'_>) -> Result<u32, End> {
 }
 
 fn without_tls() -> End {
-    let why = "this server serves nobody in clear";
+    let why = "this server serves no client in clear";
     Fault::new("the client has not asked for TLS", why, "use nbds:// with certificates there")
         .into()
 }
@@ -210,7 +210,7 @@ pub(crate) fn ask_for_tls(server: &Timed<'_>) -> Result<(), End> {
         reply::UNSUPPORTED => Err(Fault::new(
             "the server has no TLS",
             said,
-            "start it with TLS, or use nbd:// where nobody else can read the network",
+            "start it with TLS, or use nbd:// where only trusted hosts can read the network",
         )
         .into()),
         _ => Err(Fault::new("the server refuses TLS", said, "see what that server logs").into()),

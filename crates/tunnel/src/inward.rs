@@ -39,7 +39,7 @@ use crate::{End, Fault};
 
 /// Most clients with a stream to the server. More are turned away.
 const MAX_CLIENTS: usize = 64;
-/// Most clients in their handshake. The oldest makes room for one more, so strangers keep nobody out.
+/// Most clients in their handshake. The oldest makes room for one more, so strangers keep no client out.
 const MAX_GREETED: usize = 64;
 /// The pause before the next look for room.
 const FULL_PAUSE: Duration = Duration::from_millis(100);
@@ -51,11 +51,11 @@ type Answer = (String, Vec<OwnedFd>);
 /// Threads that wait for an answer of the starter, by what they have asked.
 type Waiting = HashMap<String, SyncSender<Answer>>;
 
-/// What all clients' threads share.
+/// The state that all clients' threads share.
 struct Shared {
     starter: OwnedFd,
     how: Inward,
-    /// What the server is told of each client.
+    /// The rights that the server is told of each client.
     restriction: Option<Restriction>,
     /// The hosts of which a client's certificate has to be one. Empty: any.
     peers: Vec<String>,
@@ -166,7 +166,7 @@ impl Shared {
         if text == "listen" {
             return frame.files.into_iter().next();
         }
-        // What was asked, and for files the letters behind it.
+        // The request, and for files the letters behind it.
         let mut words = text.splitn(3, ' ');
         let asked = format!("{} {}", words.next()?, words.next()?);
         let letters = words.next().unwrap_or_default().to_owned();

@@ -33,11 +33,11 @@ pub use passed::{passed_client, passed_server};
 /// Why there is no TLS with a peer, or none with these files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What is at fault, such as a file or the other side's certificate.
+    /// The part at fault, such as a file or the other side's certificate.
     pub what: String,
     /// Why.
     pub why: String,
-    /// What to do.
+    /// The next step for the user.
     pub help: String,
 }
 
@@ -60,7 +60,7 @@ impl fmt::Display for Fault {
 /// How a connection ends before its time.
 #[derive(Debug)]
 pub(crate) enum End {
-    /// The other side has left. Nobody needs to hear of it.
+    /// The other side has left. That is no error by itself.
     Left,
     /// It cannot go on.
     Refused(Fault),

@@ -51,7 +51,7 @@ impl<'a> Way<'a> {
             match Socket(self.to).write(&self.bytes[self.start..self.end]) {
                 Ok(count) => self.start += count,
                 Err(e) if is_nothing(&e) => return,
-                // Who does not listen any more is sent nothing more.
+                // A side that does not listen any more is sent nothing more.
                 Err(_) => (self.start, self.has_ended) = (self.end, true),
             }
         }

@@ -1,5 +1,5 @@
-//! Moves bytes between TLS outside and a stream inside, both ways at once, with bounded buffers. Whoever does not read
-//! stops the other side's sending, and nothing else.
+//! Moves bytes between TLS outside and a stream inside, both ways at once, with bounded buffers. A side that does not
+//! read stops the other side's sending, and nothing else.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -121,7 +121,7 @@ pub(crate) struct Pump<'a> {
     pub(crate) delivered: u64,
 }
 
-/// What can be done without waiting.
+/// The sides that are ready without waiting.
 #[derive(Clone, Copy, Default)]
 struct Ready {
     outside: bool,
@@ -194,7 +194,7 @@ impl<'a> Pump<'a> {
             if room.is_empty() {
                 return Ok(true);
             }
-            // What is decrypted goes first: TLS keeps one record of it, and takes no other then.
+            // Decrypted bytes go first: TLS keeps one record of them, and takes no other then.
             match self.tls.reader().read(room) {
                 Ok(0) => {
                     self.outside_ended = true;
@@ -240,7 +240,7 @@ impl<'a> Pump<'a> {
                     self.delivered += count as u64;
                 }
                 Err(e) if is_nothing(&e) => break,
-                // Inside has ended. What it has said before goes outside still.
+                // Inside has ended. Its earlier bytes still go outside.
                 Err(_) => {
                     self.clear.skip(self.clear.left().len());
                     self.outside_ended = true;

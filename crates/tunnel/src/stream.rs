@@ -48,7 +48,7 @@ pub(crate) fn is_nothing(e: &io::Error) -> bool {
 pub(crate) struct Timed<'a> {
     pub(crate) socket: &'a OwnedFd,
     pub(crate) end: Instant,
-    /// Who is on the other side, for the text of a timeout.
+    /// The other side, for the text of a timeout.
     pub(crate) whom: &'static str,
 }
 

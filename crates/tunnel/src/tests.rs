@@ -81,7 +81,7 @@ fn server() -> Option<Arc<ServerConfig>> {
     Some(both()?.0)
 }
 
-/// What a client of TLS says first.
+/// The first message of a client of TLS.
 fn client_hello() -> Vec<u8> {
     let config = credentials::client(&Contents::default()).unwrap();
     let name = ServerName::try_from("localhost").unwrap();
@@ -182,7 +182,7 @@ fn random_streams_inside_tls_arrive_whole_and_end() {
     }
 }
 
-/// A tunnel that serves nobody yet ends with its starter.
+/// A tunnel without clients ends with its starter.
 #[test]
 fn a_tunnel_ends_with_its_starter() {
     let (starter, own) = ferrite_host::frames::pair().unwrap();

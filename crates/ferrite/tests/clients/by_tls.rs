@@ -72,7 +72,7 @@ fn the_recipe_for_a_backup_host_works() {
     let blocks = section.split("```sh\n").skip(1);
     let script: String = blocks.map(|block| block.split("```").next().unwrap()).collect();
     assert!(script.contains("--tls server") && script.contains("nbdcopy "));
-    // Others may have that port. The kernel gives ports of this range to nobody who has not named one.
+    // Other programs may have that port. The kernel gives a port of this range only to a program that names it.
     let first = 20_000 + (std::process::id() % 10_000) as u16;
     let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
     let port = (first..32_000).find(is_free).unwrap();
@@ -117,7 +117,7 @@ fn a_clients_unfit_certificate_is_named_in_the_log_and_others_are_served() {
     export.refuses(&pki, "localhost", "stranger", "the client has no certificate");
     let stranger = ["-cert", "stranger/client-cert.pem", "-key", "stranger/client-key.pem"];
     s_client(&export, &pki, &stranger);
-    export.says("it was signed by nobody whose certificate is in our ca-cert.pem");
+    export.says("it was signed by an authority whose certificate is not in our ca-cert.pem");
     pki.sign("wrong", "ca", "365", "client", &["extendedKeyUsage=serverAuth"]);
     export.refuses(&pki, "localhost", "wrong", "it is not made for a client");
     fs::create_dir(pki.path("none")).unwrap();
@@ -426,7 +426,7 @@ fn a_server_that_is_not_the_one_is_refused_and_the_client_hears_why() {
     pki.client("stranger", "ca", "365");
     fs::copy(pki.path("other/ca-cert.pem"), pki.path("stranger/ca-cert.pem")).unwrap();
     Outward::to(&pki, "stranger", "localhost", export.port)
-        .refused("signed by nobody whose certificate is in our ca-cert.pem");
+        .refused("signed by an authority whose certificate is not in our ca-cert.pem");
     // The server tells of these in its own way, and behind the handshake of TLS 1.3.
     fs::create_dir(pki.path("none")).unwrap();
     fs::copy(pki.path("ca/ca-cert.pem"), pki.path("none/ca-cert.pem")).unwrap();

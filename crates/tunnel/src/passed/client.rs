@@ -126,7 +126,7 @@ fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
         if shared.queues.load(Ordering::Acquire) > 0 {
             since = Instant::now();
         } else if since.elapsed() > IDLE {
-            tracing::warn!("{PEER}: nobody uses it, and it is closed");
+            tracing::warn!("{PEER}: it has no queue, and it is closed");
             std::process::exit(0);
         }
         let mut fds = [PollFd::new(listener, PollFlags::IN)];
@@ -145,7 +145,7 @@ fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
         let thread = std::thread::Builder::new().name("queue".to_owned());
         let body = move || {
             let queue = Arc::new(Queue { socket, writing: Mutex::default() });
-            // What the worker has not sent whole is not sent to the target.
+            // A request that the worker has not sent whole is not sent to the target.
             let _ = theirs.serve(&queue);
             let _ = shutdown(&queue.socket, Shutdown::Both);
             theirs.queues.fetch_sub(1, Ordering::AcqRel);
@@ -233,7 +233,7 @@ impl Shared {
         let (status, number) = (fields.u32().unwrap_or(error::IO), fields.u64());
         let request = number.and_then(|number| lock(&self.requests).1.remove(&number));
         let Some(Request { queue, cookie, reads }) = request else {
-            return Err(nonsense("the target answers what nobody has asked"));
+            return Err(nonsense("the target answers a request that was not sent"));
         };
         let mut data = vec![0; if status == 0 { reads } else { 0 }];
         target(MESSAGE).read_exact(&mut data)?;

@@ -24,7 +24,7 @@ pub use client::passed_client;
 
 const PEER: &str = "a connection of storage motion";
 
-/// What the peer may be told that the disk can do.
+/// The abilities of the disk that the peer may be told.
 const TOLD: u16 =
     can::READ_ONLY | can::FLUSH | can::FUA | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
 

@@ -112,7 +112,7 @@ fn each_queue_gets_its_own_replies_whatever_its_numbers_are() {
     let failed = between.request();
     between.answer(failed.cookie, 5, &[]);
     assert_eq!(reply(&mut two, 0), (5, 8, Vec::new()));
-    // What the target cannot do is not sent to it.
+    // A command that the target does not support is not sent to it.
     ask(&mut two, command::FLUSH, 9, 0, &[]);
     assert_eq!(reply(&mut two, 0), (22, 9, Vec::new()));
     // A queue that ends is no end of the others, nor are its requests.
@@ -163,10 +163,10 @@ fn nonsense_of_the_target_is_the_end_with_a_reason() {
         between.target.shutdown(std::net::Shutdown::Write).unwrap();
         assert!(!between.end.join().unwrap().unwrap_err().why.is_empty());
     }
-    // A reply that nobody has asked for.
+    // A reply without a request.
     let mut between = Between::of_flags(can::HAS_FLAGS);
     between.answer(77, 0, &[]);
-    assert!(between.end.join().unwrap().unwrap_err().why.contains("nobody has asked"));
+    assert!(between.end.join().unwrap().unwrap_err().why.contains("that was not sent"));
 }
 
 #[test]
