@@ -37,7 +37,7 @@ pub(crate) struct Questions {
     all: Vec<Question>,
 }
 
-/// What a worker is asked.
+/// The subject of a question to a worker.
 #[derive(Clone, Debug)]
 enum About {
     Image(ImageOrder),
@@ -45,7 +45,7 @@ enum About {
     Chain,
 }
 
-/// What a worker replies.
+/// The reply of a worker.
 #[derive(Clone, Debug)]
 enum Told {
     Image(ImageReply),
@@ -165,8 +165,8 @@ impl Assignment<'_> {
 }
 
 /// Has the worker that writes to the file at this path change its headers, or tell them. `None`: no
-/// disk writes to it now, so the caller may do that itself. An image that is only read, as a
-/// parent, is no worker's to write.
+/// disk writes to it now, so the caller may do that itself. No worker writes to an image that is
+/// only read, as a parent.
 ///
 /// # Errors
 /// The disk's worker cannot be asked, or gives no reply: the change may have been made.

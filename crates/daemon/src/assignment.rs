@@ -1,4 +1,4 @@
-//! A disk that is to be served, as the daemon hands it to those who serve it.
+//! A disk that is to be served, as the daemon hands it to its `Serving`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

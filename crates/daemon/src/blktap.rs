@@ -136,7 +136,7 @@ fn try_link(paths: &Paths, socket: &Path, name: &str) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }
     if !fs::read_link(&record).is_ok_and(|target| target == socket) {
-        // Both numbers are this disk's now, so a record of an earlier disk is stale.
+        // This disk has both numbers now, so a record of an earlier disk is stale.
         remove(&record)?;
         symlink(socket, &record)?;
     }
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(names.linked(&paths), [a, b]);
         names.unlink(&paths, a);
         assert_eq!(names.linked(&paths), [b]);
-        // The next daemon finds the names that are left, also the one that was another disk's.
+        // The next daemon finds the names that are left, also the one that another disk had.
         let names = Names::default();
         assert_eq!(names.lock().insert(Known::read(&paths)).of_disk(b), ["nbd70.0", "nbd71.1"]);
         names.unlink(&paths, b);

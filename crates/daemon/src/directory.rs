@@ -25,7 +25,7 @@ pub fn id_of(path: &str) -> Option<DiskId> {
     parse(domid, devid)
 }
 
-/// What an event of the watch on all directories is about.
+/// The subject of an event of the watch on all directories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventOf {
     /// A disk's directory, or a node in it.
@@ -38,7 +38,7 @@ pub(crate) enum EventOf {
     All,
 }
 
-/// What an event with this path is about.
+/// The subject of an event with this path.
 pub(crate) fn event_of(path: &str) -> EventOf {
     let rest = path.find(KIND).map(|at| &path[at + KIND.len()..]);
     let Some(rest) = rest.filter(|rest| rest.is_empty() || rest.starts_with('/')) else {

@@ -30,7 +30,7 @@ use crate::{Failure, Paths, Shared, vhost};
 /// The pause between looks at the disks.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// What is known of an export.
+/// The record of an export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {

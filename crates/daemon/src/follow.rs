@@ -31,7 +31,7 @@ pub(crate) const RETRY: Duration = Duration::from_millis(250);
 /// The longest pause between two tries.
 pub(crate) const RETRY_MAX: Duration = Duration::from_secs(5);
 
-/// What the thread has to do.
+/// The task of the thread.
 pub(crate) enum Task {
     /// Serve this image.
     Serve(Image),
@@ -43,7 +43,7 @@ pub(crate) enum Task {
     Refuse(String),
 }
 
-/// What follows when serving or resting ends.
+/// The next step when serving or resting ends.
 pub(crate) enum Next {
     /// The disk is detached.
     Gone,
@@ -189,7 +189,7 @@ impl Follower {
         Ok(self.next(served?))
     }
 
-    /// What follows when serving has ended.
+    /// The next step when serving has ended.
     pub(crate) fn next(&self, served: Outcome) -> Next {
         match served {
             Outcome::Unplugged => Next::Gone,
@@ -338,7 +338,7 @@ impl Follower {
         state.leaving(self.left()).with_new_leaf(self.new_leaf())
     }
 
-    /// What a tap has besides.
+    /// The further state of a tap.
     pub(crate) fn tap(&self) -> Option<TapState> {
         self.shared.table.read(|disks| disks.get(&self.id)?.tap.clone())
     }
@@ -347,7 +347,7 @@ impl Follower {
         self.shared.table.read(|disks| disks.get(&self.id)?.new_leaf.clone())
     }
 
-    /// What was set on the running disk.
+    /// The settings of the running disk.
     pub(crate) fn tune(&self) -> Tune {
         let of_entry = |entry: &Entry| entry.tune.clone();
         self.shared.table.read(|disks| disks.get(&self.id).map(of_entry)).unwrap_or_default()
@@ -370,7 +370,7 @@ impl Follower {
         self.shared.state_failure(e)
     }
 
-    /// Checks that an export's server is one of the configured ones. Nobody connects to it here: that is the worker's.
+    /// Checks that an export's server is one of the configured ones. Only the worker connects to it.
     fn check_server(&self, uri: &Uri) -> Result<(), Failure> {
         // The storage manager that opened the tap has named its image.
         let of_tap = self.beside().is_some_and(DiskId::is_tap);

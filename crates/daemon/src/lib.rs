@@ -111,7 +111,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What a connection that XAPI has passed to a tap is used for.
+/// The use of a connection that XAPI has passed to a tap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passing {
     /// The tap is served on it, with the handshake of the old style.
@@ -348,7 +348,7 @@ pub(crate) struct Shared {
     front_ends: FrontEnds,
     writers: Writers,
     migration: Migrations,
-    /// What the hypervisor tells of the guests, if it tells it to this domain.
+    /// The view of the guests that the hypervisor gives this domain, if it gives one.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
     log: SharedLogLimit,

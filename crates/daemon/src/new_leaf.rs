@@ -11,7 +11,7 @@
 //!    more.
 //!
 //! The image that the disk goes on with decides, also after the death of any process: with the leaf,
-//! step 4 follows. With the raw file, what step 2 has made is removed. The old name stays until the
+//! step 4 follows. With the raw file, the leaf of step 2 is removed. The old name stays until the
 //! guest has gone on, so a successor finds the one or the other.
 
 use std::fs::{self, File, OpenOptions, Permissions};

@@ -14,8 +14,8 @@ use crate::table::Phase;
 /// How long a worker may take to say what becomes of a client.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a worker has said of a client, and the daemon's end of the client's status socket. That one ends when the client
-/// is not served any more.
+/// The worker's reply about a client, and the daemon's end of the client's status socket. That socket ends when the
+/// client is not served any more.
 pub(crate) struct HandedOver {
     pub(crate) told: Told,
     pub(crate) status: UnixStream,

@@ -1,4 +1,4 @@
-//! What a new worker starts with: the guest that its predecessor has left, if no daemon runs that
+//! The start of a new worker: with the guest that its predecessor has left, if no daemon runs that
 //! would handle it.
 
 use std::fs::File;

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// The image's bytes are the guest's.
+    /// The image has the guest's bytes, and nothing else.
     Raw,
     /// A VHD.
     Vhd,

@@ -2,7 +2,7 @@
 //!
 //! Another program may change the image meanwhile, and the disk may go on with another one. The
 //! order of steps:
-//! 1. The worker answers what is in flight, writes tables and journal back, and closes the image.
+//! 1. The worker answers the requests in flight, writes tables and journal back, and closes the image.
 //! 2. The state file says that the disk is paused. From here on no worker opens an image, whichever
 //!    process ends. If the file cannot be written, the disk goes on.
 //! 3. To go on, the state file names the next image. The disk is paused still.
@@ -39,7 +39,7 @@ const BY: usize = 200;
 pub struct Pause {
     /// The time of the request, in seconds since 1970.
     pub since: u64,
-    /// Who has requested it.
+    /// The user or program that has requested it.
     pub by: String,
     /// Whether it is a step of an operation of the daemon. The next daemon ends the pause: each
     /// operation leaves an image that can be served, wherever it is interrupted.
@@ -51,7 +51,7 @@ pub struct Pause {
 }
 
 impl Pause {
-    /// A pause that begins now and lasts until somebody ends it.
+    /// A pause that begins now and lasts until a client ends it.
     pub fn by(by: &str) -> Pause {
         let by = by.chars().filter(|c| !c.is_control()).take(BY).collect();
         let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
@@ -77,7 +77,7 @@ pub(crate) enum Resume {
 }
 
 impl Resume {
-    /// What the next daemon requests for a disk of this state.
+    /// The request of the next daemon for a disk of this state.
     pub(crate) fn after_a_restart(state: &DiskState) -> Resume {
         match &state.pause {
             Some(pause) if pause.is_step => Resume::Requested(state.image()),
@@ -450,7 +450,7 @@ impl Follower {
         self.shared.switched.record(from, to).map_err(|e| self.shared.record_failure(&e))
     }
 
-    /// Whether it is tried again to end the pause of an operation of the daemon before. Nobody else ends it.
+    /// Whether it is tried again to end the pause of an operation of the daemon before. Nothing else ends that pause.
     fn is_tried_again(&self) -> bool {
         let mut is_tried = false;
         self.shared.table.change(self.id, |entry| {
@@ -503,7 +503,7 @@ impl Follower {
         self.shared.table.change(self.id, |entry| {
             (entry.image, entry.real) = (Some(before.clone()), None);
             if let Some(pause) = &mut entry.pause {
-                // From here on it is the administrator's: the operation may have ended.
+                // From here on the administrator ends the pause: the operation may have ended.
                 pause.is_step = false;
                 pause.refused = Some(next.clone());
             }

@@ -54,7 +54,7 @@ impl Pending {
     /// The disks to look at, after listing what has to be listed.
     ///
     /// # Errors
-    /// Errors of xenstore. What has to be listed still has to be.
+    /// Errors of xenstore. The listing still has to be done then.
     pub(crate) fn disks(&mut self, store: &mut Store) -> Result<Vec<DiskId>, StoreError> {
         if self.all {
             self.disks.extend(directory::all(store)?);

@@ -76,7 +76,7 @@ pub fn id_of_name(name: &str) -> Option<DiskId> {
     (id.file_name() == name).then_some(id)
 }
 
-/// What the state of a tap has besides.
+/// The further state of a tap.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TapState {
@@ -144,10 +144,10 @@ pub struct DiskState {
     /// Since when the disk is paused, and by whom. Its image is closed then.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub pause: Option<Pause>,
-    /// What was set on the running disk, for its next worker.
+    /// The settings of the running disk, for its next worker.
     #[serde(skip_serializing_if = "Tune::is_empty", default)]
     pub tune: Tune,
-    /// What a tap has besides.
+    /// The further state of a tap.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tap: Option<TapState>,
     /// The snapshot of a raw disk that is made.
@@ -199,7 +199,7 @@ impl DiskState {
         DiskState { pause, ..self }
     }
 
-    /// Sets what was set on the running disk.
+    /// Sets the settings of the running disk.
     #[must_use]
     pub fn tuned(self, tune: Tune) -> DiskState {
         DiskState { tune, ..self }

@@ -145,8 +145,8 @@ impl<S: Stated> StateFiles<S> {
 /// Gives a state file this text: by a rename, so a process that dies leaves the old file or the new
 /// one. A file that has the text already is left alone, whatever happens to its file system.
 ///
-/// Without space for a second file it is written in place, by one write within the space that it has:
-/// the death of a process does not tear that, and with the host's death these files are gone.
+/// Without space for a second file it is written in place, by one write within the space that it has.
+/// The death of a process does not tear that write. After the host's death these files are gone.
 fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     if fs::read(path).is_ok_and(|old| old.trim_ascii_end() == text) {
         return Ok(());
@@ -281,7 +281,7 @@ mod tests {
         write_in_place(&path, &serde_json::to_vec(&shorter).unwrap()).unwrap();
         assert_eq!(files.all(), [thing("x")]);
         assert_eq!(files.peek("a"), Some(thing("x")));
-        // What does not fit the blocks of the old text is refused, and the old text stays.
+        // A text that does not fit into the blocks of the old one is refused, and the old text stays.
         let longer = serde_json::to_vec(&thing(&"y".repeat(BLOCK_BYTES))).unwrap();
         let e = write_in_place(&path, &longer).unwrap_err();
         assert_eq!(e.kind(), io::ErrorKind::StorageFull);

@@ -51,7 +51,7 @@ pub(crate) struct Supervisor<'a> {
     pub(crate) pending: RefCell<Pending>,
 }
 
-/// What a look at a disk has found.
+/// The result of a look at a disk.
 struct Look {
     /// Whether something was done.
     found: bool,
@@ -111,7 +111,7 @@ impl Supervisor<'_> {
             self.shared.states.all().iter().map(|state| (state.id, state.minor)).collect();
         known.extend(minors.keys());
         for id in known.into_iter().filter(|id| !id.is_tap()) {
-            // A disk with a thread is that thread's. It exists when xenstore was away and is back.
+            // The thread of a disk handles it, if there is one. There is one when xenstore was away and is back.
             let is_followed = self.shared.table.read(|disks| disks.contains_key(&id));
             let seen = Snapshot::read(store, id)?;
             if !is_followed && !seen.is_wanted() {

@@ -38,8 +38,8 @@ const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 /// The watch that fires when a domain is suspended, shuts down, or is gone.
 const WATCH: &str = "@releaseDomain";
 
-/// An image as it was closed. Other hosts that write to a file change this. What a block device
-/// holds leaves no such trace.
+/// An image as it was closed. Other hosts that write to a file change this. Writes to a block
+/// device leave no such trace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LeftImage {

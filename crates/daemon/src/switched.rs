@@ -78,7 +78,7 @@ impl Switched {
         self.write(&map)
     }
 
-    /// Records that disks with this image are served from it. What a predecessor has recorded may be a
+    /// Records that disks with this image are served from it. The record of a predecessor may be of a
     /// switch that was not made.
     ///
     /// # Errors

@@ -125,13 +125,13 @@ pub struct Entry {
     pub(crate) participant: Option<Participant>,
     /// The socket of its group. One worker serves all disks with the same one.
     pub(crate) group: Option<PathBuf>,
-    /// What a tap has besides.
+    /// The further state of a tap.
     pub(crate) tap: Option<TapState>,
     /// Whether a tap is to be closed, and how.
     pub(crate) closing: Option<Closing>,
     /// The snapshot of a raw disk that is made.
     pub(crate) new_leaf: Option<NewLeaf>,
-    /// What was set on the running disk.
+    /// The settings of the running disk.
     pub(crate) tune: Tune,
     /// The state of a change of that.
     pub(crate) tuning: Tuning,

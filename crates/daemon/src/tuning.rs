@@ -1,8 +1,8 @@
 //! Settings of running disks: their limits, and what else can change without a restart.
 //!
-//! A setting is made by the disk's thread. It is written to the state file first, and then given to
-//! the worker: a daemon that dies between the two finds it in the file, and gives it to the worker
-//! that it follows. Each worker gets it before it serves the guest. A worker that does not know
+//! The disk's thread makes a setting. It writes it to the state file first, and then gives it to the
+//! worker. If the daemon dies between the two, the next one finds it in the file, and gives it to the
+//! worker that it follows. Each worker gets it before it serves the guest. A worker that does not know
 //! settings keeps serving, and the file has its old contents again.
 
 use std::time::Duration;
@@ -156,7 +156,7 @@ fn request(table: &Table, id: DiskId, tune: &Tune) -> Result<(), Failure> {
     requested
 }
 
-/// Shows what was set on a running disk in the place of its options.
+/// Shows the settings of a running disk in the place of its options.
 pub(crate) fn show(settings: &mut [Setting], tune: &Tune) {
     let Tune { limits, on_full, poll_us, cpu } = tune;
     let mut shown = DiskOptions::default();

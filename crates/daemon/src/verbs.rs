@@ -76,7 +76,7 @@ pub(crate) fn snapshot(
 
 fn snapshot_of_volume(shared: &Shared, id: DiskId, new: &str) -> Result<(), NotDone> {
     must_have_worker(shared, id)?;
-    // A snapshot may be asked for twice, if a worker dies. What was there before is not taken for it.
+    // A snapshot may be asked for twice, if a worker dies. A volume that was there before is not taken for it.
     ask_of_disk(shared, id, VolumeOrder::Check(new.to_owned())).map_err(NotDone::Failed)?;
     let order = VolumeOrder::Snapshot { name: new.to_owned(), again: false };
     ask_of_disk(shared, id, order).map(drop).map_err(NotDone::Failed)

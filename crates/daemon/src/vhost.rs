@@ -39,7 +39,7 @@ const END: Duration = Duration::from_secs(10);
 /// The longest path of a Unix socket.
 const MAX_PATH: usize = 107;
 
-/// What is known of an export.
+/// The record of an export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
@@ -315,7 +315,7 @@ fn wait(shared: &Shared, waker: &Waker, timeout: Duration) {
     fds.extend(files.iter().map(|(fd, flags)| PollFd::from_borrowed_fd(fd.as_fd(), *flags)));
     let timeout =
         Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
-    // What is found is looked at by the next turn in any case.
+    // The next turn looks at the exports in any case.
     if poll(&mut fds, Some(&timeout)).is_err() {
         std::thread::sleep(SOON);
     }

@@ -1,8 +1,9 @@
-//! Who writes to a tap while it has no guest: its export, and its device.
+//! The writers of a tap that has no guest: its export, and its device.
 //!
 //! Two writers that do not know of each other destroy a file system. So the second one is refused: the export or
 //! the device while there is a guest, and the guest while there is one of these. Both checks are made under the table's
-//! lock. A guest that is refused joins when the last of them has ended. What was made by `--shared` is not noted here.
+//! lock. A guest that is refused joins when the last of them has ended. An export or device that was made with
+//! `--shared` is not noted here.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,12 +24,12 @@ pub(crate) enum Way {
 pub(crate) enum Refused {
     /// There is no such disk.
     Missing,
-    /// The disk is this guest's.
+    /// This guest has the disk.
     OfGuest(DiskId),
 }
 
 impl Refused {
-    /// What a person is told. `way` begins the advice: how the disk is had for reading.
+    /// The message for the user. `way` begins the advice: how to get the disk for reading.
     pub(crate) fn failure(&self, disk: DiskId, way: &str) -> Failure {
         let (why, help) = match self {
             Refused::Missing => (
@@ -61,7 +62,7 @@ impl Writers {
             let entry = disks.get(&disk).ok_or(Refused::Missing)?;
             match guest_of(disk, entry) {
                 Some(guest) => Err(Refused::OfGuest(guest)),
-                // Nobody writes to it.
+                // A read-only tap has no writers.
                 None if entry.tap.as_ref().is_some_and(|tap| tap.read_only) => Ok(()),
                 None => {
                     self.lock().insert((disk, way));

@@ -556,7 +556,7 @@ fn a_step_that_fails_says_what_why_and_what_to_do() {
     assert_eq!(files.count("clean"), 0);
     assert_eq!(files.calls().last().unwrap(), "resume 1/51712");
     files.unset("fail-relink");
-    // What fails once and works then is no failure.
+    // A step that fails once and works then is no failure.
     files.set("fail-pause");
     let id = coalesce(&host, &disk).unwrap().id;
     assert_eq!(ended(&host, id).phase, JobPhase::Done);

@@ -86,7 +86,8 @@ fn a_disk_comes_and_goes_at_the_same_cost_beside_forty_as_beside_four() {
     let beside = std::thread::spawn(|| requests_beside(4));
     let (many, many_refused) = requests_beside(40);
     let (few, few_refused) = beside.join().unwrap();
-    // What is asked again after a pause differs from run to run, and is far less than one for each disk.
+    // The number of requests that are repeated after a pause differs from run to run. It is far less than that of
+    // the disks.
     assert!(many <= few + 30, "{many} requests beside 40 disks, {few} beside 4");
     assert!(many_refused <= few_refused + 30, "{many_refused} beside 40, {few_refused} beside 4");
 }

@@ -184,7 +184,7 @@ fn a_restless_guest_is_served_or_unplugged_as_it_ends_and_nothing_is_left_of_it(
         traces += looks.end().1;
         wait_until("the daemon's descriptors back", || descriptors(&daemon) <= served);
     }
-    assert!(traces > 0, "nobody has looked");
+    assert!(traces > 0, "no trace was read");
     load.end();
     end(&host, &[disk, quiet], &[]);
     wait_until("all descriptors back", || descriptors(&daemon) <= before);

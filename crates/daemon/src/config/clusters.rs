@@ -18,7 +18,7 @@ const FOLDER: &str = "/etc/ceph";
 /// The most bytes of a pool's or a namespace's name.
 const MAX_NAME: usize = 256;
 
-/// What of Ceph clusters may be used.
+/// The pools and folders of Ceph clusters that disks may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RbdOptions {
     /// The pools.
@@ -140,7 +140,7 @@ mod tests {
             ("other/a", good.clone(), "add \"other\" to pools below [rbd]"),
             ("vm/stranger/a", good.clone(), "add \"vm/stranger\" to pools below [rbd]"),
             ("vm/a", format!("conf={}", at("other/conf")), "folders below [rbd]"),
-            // What is reached by a link in a listed folder is elsewhere.
+            // A file that is reached by a link in a listed folder is elsewhere.
             ("vm/a", format!("conf={}", at("ceph/link")), "folders below [rbd]"),
             ("vm/a", format!("conf={}", at("ceph/../other/conf")), "folders below [rbd]"),
             ("vm/a", format!("conf={}", at("ceph/none")), "correct conf=FILE"),

@@ -41,7 +41,8 @@ impl PoolOptions {
                 return Err(bad("it is encrypted and plain at once", "leave plain out, or tls"));
             }
             (None, false) => {
-                let help = "add tls = \"DIR\"; or, on a network that nobody else reads and writes, plain = true";
+                let help =
+                    "add tls = \"DIR\"; or, on a network that only trusted hosts use, plain = true";
                 return Err(bad("it does not say how etcd and the servers are spoken to", help));
             }
         };
@@ -89,7 +90,7 @@ pub(super) fn addresses(value: &Value) -> Option<Vec<String>> {
 /// Checks a table when it is read: its name and its keys together.
 ///
 /// # Errors
-/// What is wrong, and the cure.
+/// The error, and the next step.
 pub(super) fn check_table(name: &str, options: &PoolOptions) -> Result<(), BadUri> {
     match is_name(name) {
         true => options.access().map(drop),

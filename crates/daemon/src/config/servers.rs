@@ -18,7 +18,7 @@ pub(super) const ALLOWED: &str = "a list of hosts, each with a port if it is not
 /// The most bytes of a host's name.
 const MAX_HOST: usize = 255;
 
-/// What of other servers may be used.
+/// The servers that disks may use, and the folders of their certificates.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NbdOptions {
     /// The servers.
@@ -176,7 +176,7 @@ mod tests {
         for (uri, cure) in [
             (format!("nbd+unix:///?socket={}", at("one2")), "servers below [nbd]"),
             (format!("nbd+unix:///?socket={}", at("other/s")), "servers below [nbd]"),
-            // What is reached by a link in a listed folder is elsewhere.
+            // A socket that is reached by a link in a listed folder is elsewhere.
             (format!("nbd+unix:///?socket={}", at("sockets/link/s")), "servers below [nbd]"),
             (format!("nbd+unix:///?socket={}", at("sockets/../other/s")), "servers below [nbd]"),
             ("nbd://storage.example:7/x?plain=yes".into(), "\"storage.example:7\""),

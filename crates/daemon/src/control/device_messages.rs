@@ -61,7 +61,7 @@ pub struct DeviceRow {
     /// Which driver of the kernel has it.
     #[serde(default)]
     pub by: DeviceKind,
-    /// Who uses it, for people: mount points and others.
+    /// The users of the device, for people: mount points and others.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub users: Vec<String>,
 }

@@ -36,7 +36,7 @@ pub struct MirrorParams {
     /// Whether the disk goes on with the target, once that has all.
     #[serde(default)]
     pub switch: bool,
-    /// Whether only what the target of an earlier mirror lacks is copied. Nobody else may have written to it.
+    /// Whether only what the target of an earlier mirror lacks is copied. No other program may have written to it.
     #[serde(default)]
     pub resume: bool,
     /// Whether what the target has already is compared, and not written: for a target on the same base.

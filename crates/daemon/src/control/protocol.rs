@@ -126,7 +126,7 @@ pub struct DetachParams {
 pub struct PauseParams {
     /// The disk to pause.
     pub disk: DiskId,
-    /// Who pauses it, for people who look later.
+    /// The user or program that pauses it, for people who look later.
     pub by: String,
     /// How long requests under way may take, in seconds.
     #[serde(default = "sixty")]
@@ -198,7 +198,7 @@ impl MapVerb {
 pub struct DirtyParams {
     /// The disk.
     pub disk: DiskId,
-    /// What is done.
+    /// The change.
     pub verb: MapVerb,
     /// The name of the map.
     pub map: String,
@@ -490,7 +490,7 @@ pub struct Limited {
     pub limits: Limits,
 }
 
-/// The parameters of `disk.set`. What is left out stays as it is.
+/// The parameters of `disk.set`. A setting that is left out stays as it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SetParams {

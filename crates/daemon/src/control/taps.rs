@@ -90,7 +90,7 @@ fn named(tap: &TapParams) -> Result<Option<Image>, TapError> {
     })
 }
 
-/// What is recorded, and where writes go besides.
+/// The log of changed blocks, and the second disk that writes go to.
 fn extras(tap: &TapParams) -> Result<Extras, TapError> {
     if tap.log.as_ref().is_some_and(|log| log.as_os_str().len() > MAX_PATH) {
         let why = format!("the log's name has more than {MAX_PATH} bytes");

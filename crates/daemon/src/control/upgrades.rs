@@ -98,7 +98,7 @@ pub(super) fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgrad
             let mut outcomes = taps::upgrade_idle(shared, binary);
             let workers = shared.table.read(|disks| by_worker(disks, |_| true));
             outcomes.extend(upgrade_workers(shared, workers, binary));
-            // A daemon that stops has failures that are not the disks'. The next one goes on.
+            // A daemon that stops causes failures of its own. The next one goes on.
             if !shared.is_stopped(Duration::ZERO) {
                 forget(shared);
             }

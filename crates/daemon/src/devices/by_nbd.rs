@@ -2,9 +2,9 @@
 //!
 //! **No time limit for requests.** A request that the kernel sends again on another connection may be executed twice, the
 //! second time after later writes: a paused disk answers nothing, and the kernel cannot tell it from a dead one. So
-//! requests are waited for without limit. With one connection the kernel sends what was on a dead one again, after
-//! 30 seconds. With several it does so only after the limit, which is 30 days: if the disk's keeper is killed, what was
-//! under way on its connections waits. That is why one connection is the default.
+//! requests are waited for without limit. With one connection the kernel sends the requests of a dead one again,
+//! after 30 seconds. With several it does so only after the limit, which is 30 days: if the disk's keeper is killed,
+//! the requests on its connections wait. That is why one connection is the default.
 
 use std::io;
 use std::os::fd::AsRawFd as _;

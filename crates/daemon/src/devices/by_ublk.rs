@@ -59,7 +59,7 @@ fn command<T: Send + 'static>(
     let (tell, done) = channel();
     let run = move || {
         let result = Control::open().and_then(|mut control| body(&mut control));
-        // Nobody may wait any more.
+        // The caller may have given up waiting.
         let _ = tell.send(result);
     };
     std::thread::Builder::new().name("ublk control".to_owned()).spawn(run)?;
@@ -154,7 +154,8 @@ fn newcomer(record: &Record, number: u32) -> Newcomer {
     Newcomer::Device { number, queues, depth: DEPTH, read_only }
 }
 
-/// Starts a device, or lets its requests come again. Which process has to be named differs: older drivers note any.
+/// Starts a device, or lets its requests come again. Drivers differ in the process that has to be named:
+/// older ones note any.
 fn begin(index: u32, worker: u32, again: bool) -> io::Result<()> {
     command(move |control| {
         let mut by = |pid| match again {

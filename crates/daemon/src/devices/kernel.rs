@@ -62,7 +62,7 @@ impl Name {
         Path::new("/dev").join(self.short())
     }
 
-    /// Who uses it, for people.
+    /// The users of the device, for people.
     pub(crate) fn users(self) -> io::Result<Vec<String>> {
         nbd_device::users(&self.short())
     }
@@ -107,7 +107,7 @@ pub(super) fn recorded(
     Ok(index)
 }
 
-/// Has the kernel remove a device, if it is there and is this one. It ends also if somebody uses it.
+/// Has the kernel remove a device, if it is there and is this one. It ends also if it is in use.
 pub(super) fn remove(record: &Record) -> io::Result<()> {
     let Some(name) = record.device() else { return Ok(()) };
     match name.kind {
@@ -143,7 +143,7 @@ pub(super) fn clean(known: &[Name]) -> Vec<Name> {
     removed
 }
 
-/// What became of a device whose worker or connections had ended.
+/// The state of a device after its worker or its connections have ended.
 pub(super) enum Again {
     /// It goes on. The streams show the next end.
     Connected(Vec<UnixStream>),

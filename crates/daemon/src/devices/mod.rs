@@ -47,7 +47,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_millis(200);
 pub(crate) enum NotDone {
     /// There is no such disk or device.
     Missing(Failure),
-    /// Somebody uses it.
+    /// The device, the disk or the image is in use.
     InUse(Failure),
     /// Anything else.
     Failed(Failure),
@@ -260,7 +260,7 @@ pub(crate) fn end_of_earlier_held(shared: &Shared, disk: DiskId) {
     record.remove(&shared.paths.devices());
 }
 
-/// Who uses a device, and not for a moment only: udev reads a device after each change of it.
+/// The lasting users of a device. udev is not one: it reads a device for a moment after each change of it.
 fn lasting_users(name: Name) -> Vec<String> {
     let mut users = Vec::new();
     for _ in 0..LOOKS {
@@ -284,7 +284,7 @@ fn forget(shared: &Shared, name: Name, record: &Record) {
     tracing::info!("{} is removed", name.path().display());
 }
 
-/// A device, and whether somebody uses it.
+/// A device, and its users.
 pub(crate) struct Row {
     pub(crate) record: Record,
     pub(crate) users: Vec<String>,

@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 /// All identifiers of this program begin with it.
 const PREFIX: &str = "ferrite-";
 
-/// What is known of a device.
+/// The record of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {

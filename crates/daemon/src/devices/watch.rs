@@ -83,7 +83,7 @@ fn wait(shared: &Shared, waker: &Waker, timeout: Option<Duration>) {
         PollFd::from_borrowed_fd(waker.fd(), PollFlags::IN),
         PollFd::from_borrowed_fd(shared.stop.fd(), PollFlags::IN),
     ];
-    // The end is told without being asked for. What arrives is the kernel's to read.
+    // The end is told without being asked for. The kernel reads the data that arrive.
     fds.extend(streams.iter().map(|(_, s)| PollFd::from_borrowed_fd(s.as_fd(), PollFlags::RDHUP)));
     let timeout = timeout
         .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });

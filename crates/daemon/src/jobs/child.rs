@@ -1,6 +1,6 @@
 //! A process that does a step of a job: `ferrite image merge-step`, say.
 //!
-//! What is asked of it:
+//! Its protocol:
 //!
 //! * It writes lines of JSON to standard output: `{"progress":{"done_bytes":N,"total_bytes":N}}` about
 //!   once a second, and at its end `{"result":…}`. Other lines are ignored.
@@ -10,7 +10,7 @@
 //! * A step that takes long ends when its standard input is closed, as by SIGTERM. The daemon holds the
 //!   other end of that pipe, so no process works on unnoticed when its daemon is gone, however that
 //!   has ended. Such a step reads lines there before: each is a new limit in bytes a second, 0 for none.
-//! * What it does can be done again from any place that it has come to.
+//! * The step can be done again from any place that it has come to.
 //!
 //! Standard error is a file that the daemon has locked. The lock belongs to the open file and goes
 //! with the last process that has it. So the next daemon starts no second process of a job while
@@ -60,7 +60,7 @@ pub(super) enum Line {
 /// The limit in bytes a second of a process that rests.
 const REST: u64 = 1;
 
-/// What a process is to do now.
+/// The order to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// It goes on, with this limit in bytes a second; 0: none.

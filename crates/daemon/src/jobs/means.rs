@@ -1,4 +1,4 @@
-//! What jobs need of the world: programs, pauses of disks, and the time.
+//! The means of jobs: programs, pauses of disks, and the time.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -66,7 +66,7 @@ impl Default for LeafBytes {
     }
 }
 
-/// What jobs need of the world.
+/// The means of jobs.
 pub struct Means {
     pub(super) tools: Option<Arc<dyn Tools>>,
     pub(super) pausing: Option<Arc<dyn Pausing>>,

@@ -250,7 +250,7 @@ fn gone(run: &Run) -> Failure {
         why: format!("no disk is served from {} any more", task(run).source.path.display()),
         help:
             "the target is not complete: when the disk is attached, begin the mirror again, with \
-               --resume if nobody writes to the target"
+               --resume if no other program writes to the target"
                 .to_owned(),
     }
 }
@@ -287,7 +287,7 @@ fn attach(run: &Run) -> Result<(), Halt> {
     }
 }
 
-/// What is known of a copy over time.
+/// The progress of a copy over time.
 struct Watch {
     /// The fewest regions that were left, and since when.
     least: (u64, Instant),
@@ -333,7 +333,7 @@ fn follow(run: &Run, step: MirrorStep) -> Result<MirrorStep, Halt> {
 }
 
 impl Watch {
-    /// What keeps the mirror from being complete, in words.
+    /// The reason why the mirror is not complete, in words.
     fn trouble(&mut self, status: &MirrorStatus, paused: bool) -> Option<String> {
         let left = (status.left * REGION_BYTES) >> 20;
         if status.left < self.least.0 || paused || status.left == 0 {

@@ -6,7 +6,7 @@
 //! * `mirror`: the steps of another kind, which has every write go to a second disk, too. `handover` has the
 //!   switch-over to another host.
 //! * `child`: the processes that do the work. This crate opens no images.
-//! * `means`: what jobs need of the world.
+//! * `means`: programs, pauses of disks, and the time.
 //! * `meter`: progress.
 //! * `pausing`: pauses of disks that are steps of jobs.
 //!
@@ -87,7 +87,7 @@ impl Refusal {
 struct Entry {
     state: JobState,
     meter: Meter,
-    /// What keeps a job that goes on from its end.
+    /// The reason why a job that goes on does not end.
     trouble: Option<String>,
     /// Wakes the job's thread. `None` after its end.
     wake: Option<Arc<Waker>>,

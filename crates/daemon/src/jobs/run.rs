@@ -61,7 +61,7 @@ pub(super) enum Leave {
     No,
 }
 
-/// What a job's thread has.
+/// The data of a job's thread.
 pub(super) struct Run {
     shared: Arc<Shared>,
     id: JobId,
@@ -144,7 +144,7 @@ impl Run {
         &self.shared.jobs
     }
 
-    /// What this daemon has for jobs.
+    /// The means that this daemon has for jobs.
     pub(super) fn means(&self) -> &Means {
         &self.jobs().means
     }

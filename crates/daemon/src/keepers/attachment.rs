@@ -1,4 +1,4 @@
-//! What a keeper's disk needs of its directory in xenstore, and what its keeper says of it.
+//! The facts that a keeper's disk needs of its directory in xenstore, and those that its keeper says of it.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! What the daemons of two hosts say to each other.
+//! The messages between the daemons of two hosts.
 //!
 //! They speak as a client and a server of NBD by TLS do (nbd-rules.md 7), up to the options of the client. Each request
 //! is a private option whose data are JSON, and is answered by ACK with JSON. So listening, certificates and the process

@@ -7,8 +7,8 @@
 //! * `send`: the host that a disk leaves. It has the order of its durable writes.
 //! * `parents`: the copies of the parents of such a disk.
 //!
-//! The data go by a mirror (`crate::jobs`), to an export of the receiver's. What follows a crash of either side at each
-//! step is in docs/internals/migration.md.
+//! The data go by a mirror (`crate::jobs`), to an export of the receiver's. docs/internals/migration.md says what
+//! follows a crash of either side at each step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -40,7 +40,7 @@ pub(crate) struct Migrations {
     leaving: Mutex<()>,
     /// Held while a migration of a disk that comes is changed. A host may send itself a disk.
     coming: Mutex<()>,
-    /// What keeps a migration from its end.
+    /// The reasons why migrations do not end.
     troubles: Mutex<BTreeMap<String, Failure>>,
     /// The copies of parents that this daemon makes.
     copying: Mutex<BTreeSet<String>>,
@@ -160,7 +160,7 @@ fn go_on(shared: &Arc<Shared>) {
     }
 }
 
-/// What an administrator says of a disk that is in doubt: this host has it, or the other one.
+/// Records an administrator's decision on a disk that is in doubt: this host has it, or the other one.
 pub(crate) fn resolve(shared: &Arc<Shared>, id: &str, here: bool) -> Result<(), Failure> {
     match shared.migration.records.read::<Outgoing>(id) {
         Ok(Some(_)) => send::resolve(shared, id, here),

@@ -1,7 +1,7 @@
 //! The parents of a disk that leaves: their files are copied before its own image is made there, the base first.
 //!
 //! They stay here, too, where other disks may stand on them, and are never written. So no token moves (token.rs). The
-//! receiver takes a copy when it is complete; what was not taken is given up there.
+//! receiver takes a copy when it is complete; it gives up a copy that it has not taken.
 //!
 //! # Order for each parent
 //! 1. The record names the copy.
@@ -59,7 +59,7 @@ fn name(image: &Image) -> Option<&str> {
 /// is to stand on. It takes as long as the copies take.
 ///
 /// # Errors
-/// What was not copied as a whole is removed there, as soon as that host can be reached. Parents that are complete stay.
+/// An incomplete copy is removed there, as soon as that host can be reached. Copies that are complete stay.
 pub(super) fn copy(
     shared: &Arc<Shared>,
     disk: DiskId,

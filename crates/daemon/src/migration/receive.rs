@@ -236,7 +236,7 @@ fn give_up_unmade(shared: &Shared, id: &str) {
 
 /// Whether a disk may come.
 fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failure> {
-    // What was aborted may be aborted again.
+    // A migration that was aborted may be aborted again.
     let is_aborted = |of: &Incoming| (of.state == Receiver::Aborted).then_some(of.created);
     shared.migration.records.prune::<Incoming>(now_s(), is_aborted);
     let records: Vec<Incoming> = shared.migration.records.all();
@@ -579,7 +579,7 @@ pub(super) fn end(shared: &Shared, record: &Incoming) -> Result<(), Failure> {
     close(shared, &record.image())
 }
 
-/// What an administrator has said of a disk that comes.
+/// Records an administrator's decision on a disk that comes.
 pub(super) fn resolve(shared: &Arc<Shared>, id: &str, here: bool) -> Result<Incoming, Failure> {
     let _one = shared.migration.change_in();
     let mut record = known(shared, id)?.ok_or_else(|| super::no_such(id))?;

@@ -1,7 +1,8 @@
 //! The durable records of migrations: a small file for each in `migrations` of the state folder.
 //!
-//! A record is replaced by a rename. It is synced before that, and its folder after it: what was written is there after a
-//! power cut. Records of this host's disks that leave are called `out-ID`, those of disks that come `in-ID`.
+//! A record is replaced by a rename. It is synced before that, and its folder after it. So a record that was written is
+//! there after a power cut. Records of this host's disks that leave are called `out-ID`, those of disks that come
+//! `in-ID`.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -53,10 +54,10 @@ pub(crate) struct Outgoing {
     pub(crate) gives_up: bool,
     /// Whether it is over, and nothing is to be said to the other host any more.
     pub(crate) done: bool,
-    /// What went wrong, or was lost.
+    /// An error, or a loss.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) note: Option<String>,
-    /// Who has the disk.
+    /// Which host has the disk.
     pub(crate) state: Sender,
     /// When it was begun, in seconds since 1970.
     pub(crate) created: u64,
@@ -91,7 +92,7 @@ pub(crate) struct Incoming {
     pub(crate) made: bool,
     /// Whether the image has its own name.
     pub(crate) named: bool,
-    /// Who has the disk.
+    /// Which host has the disk.
     pub(crate) state: Receiver,
     /// When it was begun, in seconds since 1970.
     pub(crate) created: u64,

@@ -35,7 +35,7 @@ pub(super) fn refuse(why: impl Into<String>, help: &str) -> Failure {
     Failure { why: why.into(), help: help.to_owned() }
 }
 
-/// What the next step is after the receiver has answered.
+/// The outcome after the receiver's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Settled {
     /// The disk is there.
@@ -132,7 +132,7 @@ pub(super) fn not_understood() -> Failure {
     refuse("its answer is not understood", "use one release on both hosts")
 }
 
-/// What the image on the other host is to be.
+/// The properties of the image on the other host.
 pub(crate) struct Wanted<'a> {
     /// The name of its file. Without one, the name that it has here.
     pub(crate) name: Option<&'a str>,
@@ -419,7 +419,7 @@ fn maps(shared: &Shared, record: &mut Outgoing) -> Option<String> {
     None
 }
 
-/// What an administrator has said of a disk that is in doubt.
+/// Records an administrator's decision on a disk that is in doubt.
 pub(super) fn resolve(shared: &Shared, id: &str, here: bool) -> Result<(), Failure> {
     let _one = shared.migration.change();
     let mut record = read(shared, id)?;
@@ -431,7 +431,7 @@ pub(super) fn resolve(shared: &Shared, id: &str, here: bool) -> Result<(), Failu
         };
         refuse(format!("it is not in doubt: {has}"), "ferrite migrate list shows it")
     })?;
-    // A host that answers knows better.
+    // A host that answers knows the state: the disk is not in doubt.
     if connect(shared, &record.host).is_ok() {
         let help =
             "wait for its end (ferrite migrate status), or give it up (ferrite migrate abort)";

@@ -40,7 +40,7 @@ pub enum Receiver {
     Aborted,
 }
 
-/// What the sender asks.
+/// The request of the sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// To take the disk.
@@ -55,7 +55,7 @@ impl Sender {
         self == Sender::Owner
     }
 
-    /// What it asks now. `gives_up`: the migration is to be aborted.
+    /// Its request now. `gives_up`: the migration is to be aborted.
     pub fn request(self, gives_up: bool) -> Option<Request> {
         match (self, gives_up) {
             (Sender::Leaving | Sender::Owner, true) => Some(Request::Abort),
@@ -127,7 +127,7 @@ mod tests {
         request: fn(Sender, bool) -> Option<Request>,
         sender: fn(Sender, Receiver) -> Sender,
         receiver: fn(Option<Receiver>, Request) -> Option<Receiver>,
-        /// What the sender does when it has waited for long.
+        /// The state of the sender after it has waited for long.
         late: fn(Sender) -> Sender,
     }
 
@@ -151,7 +151,7 @@ mod tests {
         gives_up: bool,
         requests: Vec<Request>,
         answers: Vec<Receiver>,
-        /// Who has written since the copy was complete.
+        /// Which side has written since the copy was complete: the sender, the receiver.
         writers: [bool; 2],
     }
 
@@ -180,7 +180,7 @@ mod tests {
             self.answers.extend(after);
         }
 
-        /// One step of anybody. Messages stay on the way after they have come: they may come again.
+        /// One random step. Messages stay on the way after they have come: they may come again.
         fn step(&mut self, random: &mut SplitMix64) {
             match random.below(12) {
                 // The copy is complete: the sender leaves.
@@ -219,8 +219,8 @@ mod tests {
             self.write();
         }
 
-        /// Each side that may opens the disk and writes. What the sender writes before anybody has taken the disk is
-        /// copied again.
+        /// Each side that may open the disk opens it and writes. Writes of the sender are copied again, as long as the
+        /// receiver has not taken the disk.
         fn write(&mut self) {
             let receives = self.receiver_memory.is_some_and(Receiver::opens);
             let sends = self.sender_memory.opens() || self.sender.opens();
@@ -245,7 +245,7 @@ mod tests {
         }
     }
 
-    /// What is wrong after a random history.
+    /// The fault after a random history.
     fn wrong(rules: Rules, seed: u64) -> Option<&'static str> {
         let mut random = SplitMix64::new(seed);
         let mut world = World::new(rules);
@@ -331,7 +331,7 @@ mod tests {
             ),
         ];
         for (rule, rules) in broken {
-            assert!(finds(rules).is_some(), "nobody notices without: {rule}");
+            assert!(finds(rules).is_some(), "no history fails without: {rule}");
         }
     }
 

@@ -146,13 +146,13 @@ fn lost(e: &io::Error) -> String {
         io::ErrorKind::UnexpectedEof
         | io::ErrorKind::BrokenPipe
         | io::ErrorKind::ConnectionReset => {
-            "the connection has ended: its daemon may not run, or nobody listens there".to_owned()
+            "the connection has ended: its daemon may not run, or does not listen there".to_owned()
         }
         _ => e.to_string(),
     }
 }
 
-/// Reads as many bytes as come: memory is taken for what has come alone.
+/// Reads as many bytes as come. Only bytes that have come take memory.
 fn read(stream: &mut impl Read, len: usize) -> io::Result<Vec<u8>> {
     let mut data = Vec::new();
     stream.take(len as u64).read_to_end(&mut data)?;

@@ -1,4 +1,5 @@
-//! What the daemon asks of all disks at each event: kept with each change, so that no event walks over all of them.
+//! The facts of all disks that the daemon needs at each event: kept with each change, so that no event walks over all
+//! disks.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -18,7 +19,7 @@ pub(crate) struct Counts {
     pub(crate) failed: u32,
 }
 
-/// What the index has of a disk.
+/// A disk's entry in the index.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Seen {
     is_served: bool,
@@ -146,7 +147,7 @@ mod tests {
         table.insert(id, Some(image), Some(&state), |_| false, start).unwrap();
     }
 
-    /// What an index has to say of these disks, found by a walk over all of them.
+    /// Compares the index with a walk over all disks.
     fn check(table: &Table) {
         let counts = table.read(|disks| {
             let count = |is: fn(&Phase) -> bool| {

@@ -183,8 +183,11 @@ impl Follower {
         self.write_state(image)
     }
 
-    /// Closes the tap's image. The order: the worker writes everything back and closes; the log gets
-    /// the changed blocks; the state file says that the tap is closed, so that no successor opens the image; the keeper forgets it.
+    /// Closes the tap's image. The order:
+    /// 1. The worker writes everything back and closes.
+    /// 2. The log gets the changed blocks.
+    /// 3. The state file says that the tap is closed, so that no successor opens the image.
+    /// 4. The keeper forgets it.
     fn close_tap(&self, image: &Image) -> Result<(), Failure> {
         self.shared.serving.close(self.id, &self.stop)?;
         self.end_log()?;

@@ -34,7 +34,7 @@ impl From<LogError> for TapError {
     }
 }
 
-/// Checks a log before it is a tap's, and forgets what an earlier log of the tap has left.
+/// Checks a log before a tap gets it, and forgets the rest of an earlier log of the tap.
 pub(super) fn check(shared: &Shared, id: DiskId, log: Option<&Path>) -> Result<(), TapError> {
     forget(shared, id);
     let Some(log) = log else { return Ok(()) };

@@ -190,7 +190,7 @@ fn empty(shared: &Arc<Shared>, id: DiskId) -> Result<(), Failure> {
 /// not needed for that.
 pub(crate) fn restore(shared: &Arc<Shared>) {
     for id in shared.serving.kept_disks() {
-        // Keepers of other disks are their threads' to ask.
+        // The threads of other disks ask their keepers themselves.
         let Some(minor) = id.minor_of_tap() else { continue };
         let Some(pid) = shared.serving.keeper_of(id) else { continue };
         take_keeper(shared, id, pid);

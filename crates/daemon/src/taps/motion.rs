@@ -94,7 +94,7 @@ pub(super) fn end(shared: &Shared, id: DiskId) {
     }
 }
 
-/// What a worker of the tap opens besides. `None`: the tap has no second disk, or an unknown one.
+/// The mirror that a worker of the tap opens, too. `None`: the tap has no second disk, or an unknown one.
 pub(super) fn spec(shared: &Shared, id: DiskId, tap: &TapState) -> Option<MirrorSpec> {
     let socket = tap.mirror.as_ref()?.socket.as_ref()?;
     let target = format!("nbd+unix:///?socket={}", encoded(socket));

@@ -1,9 +1,11 @@
 //! Connections that XAPI passes to taps, for storage motion (docs/internals/mirror.md 6).
 //!
-//! XAPI connects two hosts, and passes its end of the connection as a descriptor: on the receiving host to the socket
-//! `nbdserver<pid>.<minor>`, which serves the tap there; on the sending one to `nbdclient<pid>`, with a name, by which
-//! `tap-ctl unpause -2 nbd:NAME` asks for it. Each connection gets a process of its own, without rights
-//! (`ferrite tunnel`), which outlives this daemon. This one reads nothing that comes by it.
+//! XAPI connects two hosts, and passes its end of the connection as a descriptor. On the receiving host it goes to
+//! the socket `nbdserver<pid>.<minor>`: the tap is served on that connection. On the sending host it goes to
+//! `nbdclient<pid>`, with a name, by which `tap-ctl unpause -2 nbd:NAME` asks for it.
+//!
+//! Each connection gets a process of its own, without rights (`ferrite tunnel`), which outlives this daemon. The daemon
+//! reads nothing that comes by it.
 
 use std::collections::VecDeque;
 use std::fs::{self, DirBuilder, Permissions};
@@ -258,7 +260,7 @@ fn receive(shared: &Arc<Shared>, wake: &Waker) {
         });
         for (receiver, _) in receivers.iter().zip(of_receivers).filter(|(_, ready)| **ready) {
             let Ok((stream, _)) = receiver.socket.accept() else { continue };
-            // Whoever does not send makes room for others.
+            // A sender that sends nothing makes room for others.
             if senders.len() >= MAX_SENDERS {
                 senders.pop_front();
             }

@@ -119,7 +119,7 @@ pub(crate) fn open(
     open_as(shared, pid, minor, image, tap, extras.mirror.as_ref())
 }
 
-/// What `open` and `unpause` are told besides the image.
+/// The further arguments of `open` and `unpause`, besides the image.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extras {
     /// The log of changed blocks. Without one none are recorded.
@@ -375,7 +375,7 @@ pub(crate) fn free(shared: &Shared, minor: u32) -> Result<(), TapError> {
     };
     let is_left = shared.table.read(|disks| disks.get(&id).is_some_and(is_left));
     if (is_attached || is_left) && shared.serving.keeper_of(id).is_none() {
-        // The process was killed. What it has open is gone with it.
+        // The process was killed, and all that it had open is closed with it.
         shared.table.change(id, Entry::end);
         wait_until_gone(shared, id, OPENED_WITHIN);
     } else if is_attached || is_open {

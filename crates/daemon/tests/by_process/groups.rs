@@ -196,7 +196,7 @@ fn a_disk_comes_and_goes_while_the_others_of_its_store_go_on() {
         let left = host.paths().run.join("vbd-2-51712");
         wait_until("nothing of it", || !left.exists());
         load.wait_for_progress();
-        assert_eq!(worker(keeper), Some(worker_before), "nobody has noticed");
+        assert_eq!(worker(keeper), Some(worker_before), "the same worker");
         assert!(is_held(keeper, &store));
     }
     // The first disk is detached, and the worker is replaced without it.

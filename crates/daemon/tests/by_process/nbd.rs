@@ -20,7 +20,7 @@ fn socket(host: &Host, disk: &DiskPaths) -> PathBuf {
 }
 
 fn stream(host: &Host, disk: &DiskPaths) -> UnixStream {
-    UnixStream::connect(socket(host, disk)).expect("somebody listens")
+    UnixStream::connect(socket(host, disk)).expect("a process listens")
 }
 
 /// A client that has finished its handshake.

@@ -30,7 +30,7 @@ const DEATHS: usize = 10;
 
 fn stream(host: &Host, disk: &DiskPaths) -> UnixStream {
     let name = host::id(disk).file_name();
-    UnixStream::connect(nbd_socket(&host.paths().run.join(name))).expect("somebody listens")
+    UnixStream::connect(nbd_socket(&host.paths().run.join(name))).expect("a process listens")
 }
 
 fn client(host: &Host, disk: &DiskPaths, structured: bool) -> Client {

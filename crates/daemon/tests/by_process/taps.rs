@@ -232,7 +232,7 @@ fn a_tap_stays_paused_whichever_process_ends_and_goes_on_by_name() {
 fn two_guests_have_one_tap() {
     let host = Host::new(2);
     let daemon = start(&host);
-    // No folder of the configuration has it: who opens a tap says what it is.
+    // No folder of the configuration has it: the program that opens a tap says what it is.
     let image = host.dir.path().join("elsewhere.img");
     std::fs::File::create(&image).unwrap().set_len(4 * MIB).unwrap();
     let tap = Tap::open(&host, &format!("aio:{}", image.display()));
@@ -524,7 +524,7 @@ fn a_tap_whose_daemon_dies_at_any_step_goes_on_or_is_as_before() {
         dying.wait().unwrap();
         let daemon = start(&host);
         wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
-        // What was cut short is done by the next daemon, or by the next call.
+        // The next daemon or the next call does a verb that was cut short.
         for (verb, image) in &verbs[failed..] {
             let settled = || matches!(tap.state(&host), Some(0 | 0x2 | 0x2a));
             wait_until("a state", settled);

@@ -444,13 +444,13 @@ fn without_xen_the_daemon_says_so_and_begins_when_there_is_some() {
             counted.fetch_add(1, Ordering::SeqCst);
             match is_there.load(Ordering::SeqCst) {
                 true => way(),
-                false => Err(StoreError::Unreachable { tried: "nobody is at home".to_owned() }),
+                false => Err(StoreError::Unreachable { tried: "no socket is there".to_owned() }),
             }
         }),
     );
     wait_until("a second question", || asked.load(Ordering::SeqCst) > 1);
     let status = host.status().unwrap();
-    assert!(!status.xen && status.no_xen.unwrap().contains("nobody is at home"));
+    assert!(!status.xen && status.no_xen.unwrap().contains("no socket is there"));
     assert!(host.disks().is_empty());
     there.store(true, Ordering::SeqCst);
     works(&mut host.connect(&disk), 1);
