@@ -35,7 +35,7 @@ impl Disk {
                     zeros: piece.what == What::Zeros,
                     depth: piece.layer.filter(|_| !is_nobodys(self, &piece)).map_or(0, depth),
                 },
-                // Who reads it gets the error.
+                // A read of it gets the error.
                 Found::Damaged { len: lost, layer, .. } => {
                     Allocation { len: lost.min(len), zeros: false, depth: depth(layer) }
                 }

@@ -12,10 +12,10 @@ use ferrite_store::owned::MAKE_ROOM;
 
 use crate::{Disk, Session, Volume};
 
-/// What a repeated request finds.
+/// Whether a request may have been carried out before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repeated {
-    /// Nobody has tried this before: a name that exists is another volume's.
+    /// This is the first try: a name that exists is another volume's.
     No,
     /// An earlier try may have made it: a snapshot of this volume with that name is the one.
     Maybe,
@@ -64,8 +64,8 @@ impl Session {
         self.operate(volume, operation).map_err(|e| failed(what(), volume, e))
     }
 
-    /// Makes the volume larger, durably. The caller is the only user of the disk: no queue maps it meanwhile. What is
-    /// added reads as zeros.
+    /// Makes the volume larger, durably. The caller is the only user of the disk: no queue maps it meanwhile. The added
+    /// part reads as zeros.
     ///
     /// # Errors
     /// The disk is no volume of a store; the size is smaller than before, or no multiple of 4 KiB; the store has no room
@@ -132,7 +132,7 @@ fn failed(what: String, volume: &Volume, e: io::Error) -> DiskError {
         ),
         (Some(VolumeError::Full), _) => (
             ErrorKind::Usage,
-            "delete volumes or snapshots that nobody needs: ferrite store delete".to_owned(),
+            "delete volumes or snapshots that are not needed: ferrite store delete".to_owned(),
         ),
         (Some(_), _) => (ErrorKind::Usage, format!("ferrite store list {store} shows its volumes")),
         (None, io::ErrorKind::StorageFull) => (ErrorKind::Io, MAKE_ROOM.to_owned()),

@@ -530,7 +530,7 @@ impl Disk {
     pub fn zeroes_fast(&self) -> bool {
         match self {
             Disk::Raw(d) => d.zeroes_fast(),
-            // What has a place there is zeroed in place.
+            // Blocks that have a place there are zeroed in place.
             Disk::Image(d) => d.medium().zeroes_fast(),
             // Only its server knows.
             Disk::Remote(_) => false,

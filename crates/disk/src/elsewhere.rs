@@ -1,7 +1,7 @@
 //! A volume of a store that another process has open, read through that process (docs/internals/store.md 8).
 //!
 //! That process, the owner, sends the data on stream sockets. Each socket has one request under way. The owner holds the
-//! volume until the last socket is closed, so the content stays the same. It is not trusted: what it sends is bounded.
+//! volume until the last socket is closed, so the content stays the same. It is not trusted: its messages are bounded.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -33,7 +33,7 @@ pub fn ask_owners(how: AskOwner) {
     let _ = ASK.set(how);
 }
 
-/// What an owner grants.
+/// The access that an owner grants.
 #[derive(Debug)]
 pub struct Access {
     /// The size of the volume.
@@ -245,7 +245,7 @@ impl fmt::Display for Elsewhere {
     }
 }
 
-/// What a request asks for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The data of a range, of at most [`MAX_READ_BYTES`].
@@ -257,7 +257,7 @@ pub enum Kind {
 /// A request of a reader: kind (u32), zero (u32), offset (u64) and length in bytes (u64), little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it asks for.
+    /// The kind of the request.
     pub kind: Kind,
     /// The offset of the range in bytes.
     pub offset: u64,

@@ -21,7 +21,7 @@ pub struct ChainImage<'a> {
 }
 
 impl Disk {
-    /// What the headers and the table of the disk's image say now. `None`: it is no VHD.
+    /// The facts in the headers and the table of the disk's image now. `None`: it is no VHD.
     ///
     /// # Errors
     /// They cannot be read.

@@ -157,7 +157,7 @@ pub async fn look_at_layer(
         let piece = match layer.find(offset, len) {
             Mapping::Backing { len } => return Ok((None, len)),
             Mapping::Miss { len: missing } => {
-                // The walk comes to what is behind it, too: tables of qcow2 are read ahead.
+                // The walk comes to the tables behind it, too: those of qcow2 are read ahead.
                 let wanted = if layer.format() == Format::Qcow2 { len } else { missing };
                 layer.load(port, port.files[i], offset, wanted).await?;
                 continue;

@@ -20,7 +20,7 @@ use crate::Disk;
 /// Bytes that are discarded or zeroed by one operation, so that a long range lets other requests through.
 const CHUNK_BYTES: u64 = 64 << 20;
 
-/// What is known of the data when the disk is opened.
+/// The facts that are known of the data when the disk is opened.
 #[derive(Clone, Debug)]
 pub struct RemoteFacts {
     /// The name of the disk, for people and as its identity.
@@ -69,7 +69,7 @@ pub struct RemoteDisk {
     facts: RemoteFacts,
     /// The size in sectors, which only grows, in [`refresh_size`](Self::refresh_size).
     sectors: AtomicU64,
-    /// What knows the size. `None`: it never grows.
+    /// The export, which knows the size. `None`: it never grows.
     export: Option<RemoteExport>,
     /// Flushes share syncs, and none succeeds after a failed one.
     commits: Commits,
@@ -117,7 +117,7 @@ impl RemoteDisk {
         }
     }
 
-    /// What is known of it.
+    /// The facts that were known when it was opened.
     pub fn facts(&self) -> &RemoteFacts {
         &self.facts
     }
@@ -141,12 +141,12 @@ impl RemoteDisk {
         self.export.as_ref().map_or_else(GrowthWatch::never, RemoteExport::growth_watch)
     }
 
-    /// Whose name it has.
+    /// The format that its name says.
     pub fn format(&self) -> Format {
         ImageName::parse(&self.facts.name).map_or(Format::Nbd, |name| name.format)
     }
 
-    /// What each queue registers.
+    /// The backing that each queue registers.
     pub(crate) fn backing(&self) -> Backing {
         Backing::Remote(self.factory.clone())
     }

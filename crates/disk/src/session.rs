@@ -121,7 +121,7 @@ impl Session {
     }
 
     /// Copies the journals of the disk's parents into the disk's own image, durably; returns the bytes that were
-    /// copied. No one else uses the disk meanwhile.
+    /// copied. The caller is the only user of the disk.
     ///
     /// # Errors
     /// Errors of reading and writing the disk. A second call continues.

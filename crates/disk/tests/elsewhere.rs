@@ -1,5 +1,5 @@
-//! A volume that is read through the process that has its store open, and what that process may send. These tests set
-//! how owners are asked, so they have a program of their own.
+//! A volume that is read through the process that has its store open, and the messages that this process may send.
+//! These tests set how owners are asked, so they have a program of their own.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 const BYTES: u64 = 1 << 20;
 
-/// What the next owner grants.
+/// The access that the next owner grants.
 static GRANTED: Mutex<Option<Access>> = Mutex::new(None);
 /// One test at a time sets that.
 static ALONE: Mutex<()> = Mutex::new(());

@@ -1,4 +1,4 @@
-//! What a keeper holds of an image that this process has opened by it (docs/internals/processes.md 5).
+//! The keeper holds images that this process has opened by it (docs/internals/processes.md 5).
 //!
 //! There is one keeper for the process, which is a thread here.
 
@@ -26,7 +26,7 @@ fn folder() -> &'static Path {
         for name in ["good.vhd", "bad.vhd", "short.img", "locked.img", "closed.img"] {
             policy.add(&dir.path().join(name), false, Right::Write);
         }
-        // Before there is a keeper, which lets nobody make images.
+        // Before there is a keeper, which lets no process make images.
         let good = images::make(dir.path(), "vhd", 4 << 20);
         std::fs::rename(good, dir.path().join("good.vhd")).unwrap();
         keep(policy);
@@ -75,7 +75,7 @@ fn an_image_that_cannot_be_opened_is_free_at_once() {
     }
 }
 
-/// The keeper would have it open, and nobody could unmount or detach what it is on.
+/// The keeper would have it open, and the administrator could not unmount or detach the medium.
 #[test]
 fn an_image_that_somebody_else_has_locked_is_not_held() {
     let path = raw("locked.img", 1 << 20);
@@ -99,7 +99,7 @@ fn an_image_that_nobody_was_served_from_is_free_when_it_is_dropped() {
     disk.keep();
     drop(disk);
     assert!(!is_free(&path));
-    // And one that fails leaves it to whoever mends it.
+    // A process that fails leaves the image free to be repaired.
     let disk = open(&path).unwrap();
     drop(disk);
     assert!(is_free(&path));

@@ -1,5 +1,5 @@
-//! Volumes of a store as disks: who may open them, what they keep, and what is said of those that cannot be
-//! opened.
+//! Volumes of a store as disks: which processes may open them, their durable data, and the errors of those that cannot
+//! be opened.
 
 mod common;
 
@@ -86,7 +86,7 @@ fn volumes_of_one_process_share_a_store_and_each_has_one_writer() {
     }
     a.close().unwrap();
     a.disk.unlock();
-    // What was closed is another's to use, and the other volume goes on.
+    // Others can use the closed volume, and the other volume goes on.
     let readers = [open_read_only(&store, "a").unwrap(), open_read_only(&store, "a").unwrap()];
     assert_eq!(open(&store, "a").unwrap_err().kind(), ErrorKind::InUse);
     drop(readers);
@@ -262,7 +262,7 @@ fn what_was_flushed_is_told_behind_the_flush() {
     assert_eq!(read.unwrap_err().kind(), std::io::ErrorKind::InvalidData);
 }
 
-/// What is written for a snapshot of a large volume, for one of a small one, and for clones: their journal blocks.
+/// The writes for a snapshot of a large volume, for one of a small one, and for clones: their journal blocks.
 #[test]
 fn a_snapshot_or_clone_of_a_tebibyte_writes_what_one_of_a_small_volume_does() {
     const TIB: u64 = 1 << 28;
@@ -321,7 +321,7 @@ fn what_was_never_written_of_a_volume_is_discarded_at_once() {
     assert_eq!(parts(&mut queue), (1, Allocation { len: BYTES, zeros: true, depth: 1 }));
     queue.write(BYTES / 2, &[7; BLOCK]).unwrap();
     queue.write(BYTES - BLOCK as u64, &[8; BLOCK]).unwrap();
-    // What has no leaf, and each leaf.
+    // The range without a leaf, and each leaf.
     assert_eq!(parts(&mut queue).0, 4);
     assert_eq!(queue.read(BYTES / 2, BLOCK).unwrap(), [0; BLOCK]);
     assert_eq!(queue.read(BYTES - BLOCK as u64, BLOCK).unwrap(), [0; BLOCK]);

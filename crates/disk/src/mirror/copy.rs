@@ -274,7 +274,7 @@ impl Copier<'_> {
             let found = source.allocation(&from, at, end - at).await;
             let found = found.map_err(Lost::Source)?;
             let whole = found.len / UNIT * UNIT;
-            // What is no whole unit is copied as data.
+            // A part of a unit is copied as data.
             let len = match found.zeros && (whole > 0 || found.len == end - at) {
                 true if found.len == end - at => found.len,
                 true => whole,

@@ -52,7 +52,7 @@ const TARGET_AT: usize = 1240;
 /// The longest identity of a target, in bytes.
 const MAX_TARGET: usize = 480;
 
-/// What the worker says of the mirror.
+/// The state of the mirror, as the worker reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MirrorState {
     /// No worker has opened it.
@@ -90,7 +90,7 @@ pub(crate) struct Map {
     regions: u64,
     /// Only new writes go to the target: nothing is copied, and a target that has failed is not tried again.
     pub(crate) only_writes: bool,
-    /// What the target has already is not written.
+    /// Data that the target has already are not written.
     pub(crate) compares: bool,
     /// A worker before has not closed both disks with the same in them.
     pub(crate) was_left: bool,
@@ -104,7 +104,7 @@ impl Map {
         let mut shm = Shm::open(path)?;
         let only_writes = shm.len() >= HEADER_BYTES && shm.load_u64(WRITES_AT) != 0;
         if only_writes && shm.load_u64(0) == MAGIC && shm.load_u64(BYTES_AT) == 0 {
-            // Who has made it did not know the disk's size.
+            // The program that made the file did not know the disk's size.
             let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK;
             let file = File::from(names::open(path, flags, Mode::empty())?);
             shm = Shm::lengthen(&file, file_bytes(bytes))?;

@@ -1,7 +1,7 @@
 //! A disk whose writes go to a second one, too, while the rest of it is copied there (docs/internals/mirror.md).
 //!
 //! * `map`: which regions may differ, in a file that the daemon reads.
-//! * `regions`: who writes a region now, and whether the target has it.
+//! * `regions`: the writers of each region now, and whether the target has it.
 //! * `settling`: the map that survives a power cut.
 //! * `copy`: the thread that copies the regions which the target lacks.
 
@@ -99,14 +99,14 @@ impl Disk {
         let bytes = self.sectors() * SECTOR_BYTES;
         let map = Map::open(&mirror.map, bytes).map_err(|e| no_map(mirror, e))?;
         let options = OpenOptions {
-            // What the target lacks after a death is in the map.
+            // The map names the regions that the target lacks after a worker's death.
             state_dir: None,
             format_said: true,
             // A server that cannot end a killed worker's connections is waited for (`drain_s`), if there was such a worker.
             taken_over: options.taken_over && !(map.is_fresh && mirror.target.export().is_some()),
             ..options.clone()
         };
-        // What an earlier worker had under way may be on one of the two only, and nobody would copy it.
+        // Writes that an earlier worker had under way may be on one of the two only. The copy would not include them.
         let opened = match map.only_writes && map.was_left {
             true => Err(unfit(
                 &mirror.target,
@@ -287,8 +287,7 @@ impl Mirror {
         done
     }
 
-    /// Discards in the source. What is read there afterwards is not the same in all disks, so these regions are copied
-    /// again.
+    /// Discards in the source. Later reads there do not give the same on all disks, so these regions are copied again.
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
         let pair = &self.pair;
         if pair.regions.map.only_writes {

@@ -134,7 +134,7 @@ impl Regions {
         table.epoch - 1
     }
 
-    /// The target is flushed: what was equal when the flush began is durable, and its bits are cleared.
+    /// The target is flushed: regions that were equal when the flush began are durable, and their bits are cleared.
     pub(super) fn flushed(&self, number: u64) {
         let mut table = self.table();
         table.open.retain(|at, region| {
@@ -146,8 +146,8 @@ impl Regions {
         });
     }
 
-    /// The target has failed: what it may have lost since its last flush counts as different. Returns whether it had not
-    /// failed before.
+    /// The target has failed: regions that it may have lost since its last flush count as different. Returns whether it
+    /// had not failed before.
     pub(super) fn fail(&self) -> bool {
         let mut table = self.table();
         let mut lost = 0;
@@ -160,9 +160,9 @@ impl Regions {
         !std::mem::replace(&mut table.is_behind, true)
     }
 
-    /// Notes groups that both disks have and that nobody writes now, among those of a range that `of` returns: it is asked
-    /// which groups are at rest. Groups that were written since the call before the last one are left out, unless it is
-    /// the end. Returns how many there are.
+    /// Notes groups that both disks have and that no write changes now, among those of a range that `of` returns: it is
+    /// asked which groups are at rest. Groups that were written since the call before the last one are left out, unless
+    /// it is the end. Returns how many there are.
     pub(super) fn begin_settling(
         &self,
         at_end: bool,
@@ -292,7 +292,7 @@ impl Table {
     }
 
     fn end_copy(&mut self, at: u64, failures: u64, ok: bool) {
-        // What the target had before it failed it may have lost.
+        // The target may have lost the data that it had before it failed.
         let ok = ok && failures == self.failures;
         if let Some(region) = self.open.get_mut(&at) {
             region.is_copied = false;

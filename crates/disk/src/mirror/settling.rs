@@ -6,10 +6,10 @@
 //! 2. The data go to both disks, or to the source.
 //!
 //! Clearing, by the thread that copies:
-//! 1. Groups are found that both disks have: no bit of the map on tmpfs is set, so nobody writes them. A write to one
-//!    of them from now on takes it out again.
+//! 1. Groups are found that both disks have: no bit of the map on tmpfs is set, so no write to them is under way. A
+//!    write to one of them from now on takes it out again.
 //! 2. Both disks are flushed.
-//! 3. Writes to what is left wait. Its bits are cleared (`disk-base/src/dirty/tracker/clearing.rs`).
+//! 3. Writes to the groups that are left wait. Their bits are cleared (`disk-base/src/dirty/tracker/clearing.rs`).
 //! 4. The writes go on, beginning with step 1 of a write.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +26,7 @@ const AT_ONCE: usize = 1024;
 /// Groups that are looked at in one turn: 1 TiB.
 const LOOKED_AT: u64 = 1 << 18;
 
-/// What the table of regions knows of groups.
+/// The state of groups in the table of regions.
 #[derive(Debug, Default)]
 pub(super) struct Settling {
     /// Groups that were written lately: since the last turn, and between the last two.
@@ -109,8 +109,8 @@ pub(super) fn join(source: &Disk, map: &super::Map) -> Option<usize> {
 }
 
 impl Pair {
-    /// Clears durable bits of what both disks have. At the end of the mirror's use: of all of it; nothing is under way
-    /// then. Otherwise of what is not written often, and a part of a large disk.
+    /// Clears durable bits of groups that both disks have. At the end of the mirror's use: of all such groups; nothing
+    /// is under way then. Otherwise of groups that are not written often, and of a part of a large disk.
     ///
     /// # Errors
     /// The source cannot be flushed.

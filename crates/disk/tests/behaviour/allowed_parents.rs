@@ -72,9 +72,9 @@ fn a_link_that_is_swapped_after_it_was_checked_leads_to_nothing() {
     on(&image, "parent.img");
     drop(open(&image, Parents::default()).unwrap());
 
-    // Whoever opens the image waits for a lock on its parent, which it has checked.
+    // The thread that opens the image waits for a lock on its parent, which it has checked.
     let busy = File::open(&own).unwrap();
-    // The lock of what was open above stays for a moment in children that other tests fork.
+    // The lock of the image that was open above stays for a moment in children that other tests fork.
     flock(&busy, FlockOperation::LockExclusive).unwrap();
     let watch = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
     inotify::add_watch(&watch, &own, inotify::WatchFlags::OPEN).unwrap();
@@ -92,7 +92,7 @@ fn a_link_that_is_swapped_after_it_was_checked_leads_to_nothing() {
     drop(busy);
 }
 
-/// Opening can have effects by itself, and whoever uses the disk is in nobody's way.
+/// Opening can have effects by itself. The refusal comes before a lock of another process is noticed.
 #[test]
 fn a_parent_that_is_not_allowed_is_not_opened() {
     let (_theirs, secret, mine) = secret();
@@ -173,7 +173,7 @@ fn a_device_is_a_parent_only_where_that_was_said() {
     let image = at(&mine, "leaf.qcow2");
     on(&image, device.0.to_str().unwrap());
     refused(&image, device.0.to_str().unwrap(), &[&device.0, "/dev".as_ref()]);
-    // A link to it in a folder of somebody's own is none of the system's.
+    // A link to it in a user's own folder is no link of the system.
     symlink(&device.0, at(&mine, "link")).unwrap();
     on_again(&image, "link");
     refused(&image, device.0.to_str().unwrap(), &[&device.0]);

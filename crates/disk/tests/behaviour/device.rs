@@ -171,8 +171,7 @@ fn files_on_a_device_of_4096_byte_sectors_are_direct_only_in_whole_blocks() {
     assert_eq!(queue.read(MIB, 512).unwrap(), vec![4; 512]);
 }
 
-/// ramfs has neither direct I/O nor holes: what is left is the page cache, an honest "cannot",
-/// and zeros that are written.
+/// ramfs has neither direct I/O nor holes: the rest is the page cache, an honest "cannot", and zeros that are written.
 #[test]
 fn a_file_system_that_can_nothing_still_serves() {
     let dir = dir_in_memory();

@@ -61,7 +61,7 @@ impl Mapped {
         maps(&self.path, Some(&self.state()))
     }
 
-    /// What the map names, as offset and length in KiB.
+    /// The changes in the map, as offset and length in KiB.
     fn changed(&self) -> Vec<(u64, u64)> {
         let maps = self.maps();
         assert_eq!(maps.void, None);
@@ -397,7 +397,7 @@ fn a_snapshot_that_is_cut_off_before_its_last_step_leaves_maps_that_fit_the_old_
     let was = disk.path.with_file_name("was.qcow2");
     disk.does(|tools| tools.snapshot_and(&name(&disk.path), &name(&was), Some("next")));
     fs::rename(&old, &disk.path).unwrap();
-    // Whoever takes the old leaf up again lets it be written (ferrite image repair says so, too).
+    // A user who takes the old leaf up again makes it writable (ferrite image repair says so, too).
     fs::set_permissions(&disk.path, fs::Permissions::from_mode(0o600)).unwrap();
     assert_eq!(changed_of(&disk.maps(), "next"), []);
     disk.write(20 * MIB);

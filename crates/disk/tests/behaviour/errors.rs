@@ -1,4 +1,4 @@
-//! What a disk makes of a kernel that fails: an engine that answers as it is told.
+//! A disk on a kernel that fails: the engine gives the answers that the test sets.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -94,7 +94,7 @@ fn a_long_discard_goes_in_chunks_and_ends_at_the_first_error() {
     assert_eq!(bench.asked(), [hole(512, 1024)]);
 }
 
-/// What it costs is what there is to free, wherever in the file it is.
+/// Its cost depends on the space to free, wherever in the file that is.
 #[test]
 fn a_long_discard_of_a_file_with_little_in_it_is_one_operation() {
     let mut bench = Bench::new(1 << 44, &[]);

@@ -1,4 +1,4 @@
-//! A file system that is nearly full: what there is space for is written.
+//! A file system that is nearly full: writes that find space succeed.
 
 use std::fs;
 use std::path::Path;
@@ -60,10 +60,10 @@ fn writes_go_on_until_there_is_no_space_for_a_single_unit() {
             let mut disk = session(&path, room_bytes);
             let units = fill(&mut disk, &mut model, unit_bytes);
             let unused = room_bytes - units * unit_bytes;
-            // Metadata, of which refcount blocks are made for more, and what is no whole unit.
+            // Metadata, of which refcount blocks are made for more, and a part of a unit.
             let least = room_bytes / 64 + 2 * unit_bytes + (256 << 10);
             assert!(unused <= least, "{extension} {unit_bytes}: {unused} bytes of {room_bytes}");
-            // What is there can be written, and found again.
+            // Existing blocks can be written and read.
             disk.write(0, &pattern(0, 8, 2)).unwrap();
             model.write(0, 8, 2);
             disk.flush().unwrap();

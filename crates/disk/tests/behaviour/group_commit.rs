@@ -209,7 +209,7 @@ fn a_commit_that_is_dropped_with_its_task_answers_nobody() {
             assert!(disk.is_dirty(), "{extension}");
             assert!(all(flushes).await.iter().all(Result::is_ok), "{extension}");
             assert!(!disk.is_dirty(), "{extension}");
-            // One that waits takes nobody's turn with it.
+            // A dropped flush that waits takes no other flush's turn with it.
             faults.forget();
             let mut flushes = begin(disk, port, 4).await;
             drop(flushes.remove(1));

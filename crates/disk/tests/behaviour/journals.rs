@@ -1,4 +1,4 @@
-//! What a killed backend had answered is found again with its image, and never with another one.
+//! Answered writes of a killed backend are found again with its image, and never with another one.
 
 use std::fs;
 use std::path::Path;
@@ -62,8 +62,7 @@ fn is_usable(image: &ImageName, state: &Path) -> bool {
     work(Some(state), |tools| tools.check(image, true)).is_ok_and(|report| report.usable)
 }
 
-/// What was not flushed may be lost then, as after a power cut; who takes it over would put it in
-/// the place of what was flushed.
+/// Unflushed writes may be lost then, as after a power cut. A takeover would put them in the place of flushed data.
 #[test]
 fn a_close_whose_sync_has_failed_leaves_nothing_to_be_taken_over() {
     for format in FORMATS {
@@ -136,7 +135,7 @@ fn a_new_image_in_the_place_of_one_that_is_gone_is_in_order_and_the_journal_is_s
     }
 }
 
-/// What an administrator types who wants to clean up.
+/// The command of an administrator who wants to clean up.
 fn drop_stale(state: &Path) -> Vec<JournalInfo> {
     work(Some(state), |tools| tools.drop_journals(&[], true, false)).unwrap()
 }

@@ -1,4 +1,4 @@
-//! What a disk promises, by its public interface. One program: each file of its own would have the code of
+//! The promises of a disk, by its public interface. One program: each file of its own would have the code of
 //! all formats compiled once more. Alone stay tests that count what their process has (held.rs,
 //! long_chains.rs, store.rs).
 

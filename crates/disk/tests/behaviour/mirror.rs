@@ -1,4 +1,4 @@
-//! A disk whose writes go to a second one, too: what the second one has, and what the map says.
+//! A disk whose writes go to a second one, too: the content of the second one, and the map.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -120,7 +120,7 @@ impl Pair {
         assert_eq!(first_difference(&a, &b), None, "the first byte that differs");
     }
 
-    /// Changes the target as a death of its host would: what was not flushed is lost.
+    /// Changes the target as a death of its host would: unflushed writes are lost.
     pub(crate) fn spoil_target(&self, at: u64) {
         let file = File::options().write(true).open(&self.target).unwrap();
         file.write_all_at(&[0xee; 4096], at).unwrap();

@@ -30,7 +30,7 @@ impl Pair {
         MirrorFile::open(&self.map()).unwrap().set_name(Some(NAME)).unwrap();
     }
 
-    /// What is in memory is lost. Another mirror begins with the map that is left.
+    /// The map in memory is lost. Another mirror begins with the map that is left.
     fn power_cut(&self) {
         std::fs::remove_file(self.map()).unwrap();
         MirrorFile::create(&self.map(), BYTES).unwrap();

@@ -1,4 +1,4 @@
-//! What can be opened as a disk, what cannot, and who else may have it meanwhile.
+//! Which files can be opened as a disk, and which other processes may have them open meanwhile.
 
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -166,8 +166,7 @@ fn a_patient_open_gets_the_lock_when_it_is_free() {
     thread.join().unwrap();
 }
 
-/// As after a server that was killed: who took the lock is gone, and what is left of it will be
-/// soon.
+/// As after a server that was killed: the process that took the lock is gone, and its lock will be soon.
 #[test]
 fn a_lock_that_outlives_its_holder_is_waited_for_in_any_case() {
     let dir = dir_in_memory();

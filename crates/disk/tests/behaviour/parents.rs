@@ -1,5 +1,5 @@
 //! A backend was killed, and before it came back another program has put an image on the one that
-//! it had open: what was answered is only in the journal of what is a parent now.
+//! it had open: the answered writes are only in the journal of an image that is a parent now.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -116,7 +116,7 @@ fn several_children_at_once_read_what_the_parents_killed_backend_has_answered() 
             disk.close().unwrap();
         }
         drop(disks);
-        // The parent is nobody's to write, and its journal the next one's to read.
+        // No process may write the parent here, and the next child reads its journal.
         assert!(chain.journals() == journals, "{format}");
         assert!(fs::read(&chain.parent.path).unwrap() == file, "{format}");
     }
@@ -131,7 +131,7 @@ fn a_parent_that_lacks_more_than_its_memory_for_metadata_holds_is_read_with_all_
         for read_only in [true, false] {
             let mut disk = chain.serve(&chain.children[0], read_only).unwrap();
             holds(&mut disk, &written);
-            // What lies between was never written, and its tables take memory, too.
+            // The space between was never written, and its tables take memory, too.
             for at in (0..240).map(|i| i * 33 * MIB + 16 * MIB) {
                 assert!(disk.read(at, 512).unwrap() == [0; 512], "{format}, byte {at}");
             }

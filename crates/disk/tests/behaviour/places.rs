@@ -1,4 +1,4 @@
-//! What a medium is: the same one under another number, and another one under the same.
+//! Identities of media: the same one under another number, and another one under the same.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,8 +10,7 @@ use ferrite_image_tools::NewImage;
 
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 
-/// A file that QEMU serves under another name, by FUSE. Its number is 1, and nobody knows when it
-/// was made.
+/// A file that QEMU serves under another name, by FUSE. Its number is 1, and the time of its making is unknown.
 struct Export {
     at: PathBuf,
     server: Child,
@@ -101,7 +100,7 @@ fn a_file_on_a_file_system_that_is_mounted_again_under_another_number_is_the_sam
         let Some(before) = Export::new(&at("file"), &at("a")) else { return };
         let (number, medium) = look();
         drop(before);
-        // Somebody else has the number.
+        // Another file system gets the number.
         let others: Vec<_> =
             ["b", "c", "d"].map(|name| Export::new(&at("other"), &at(name))).into();
         let _again = Export::new(&at("file"), &at("a")).unwrap();
@@ -142,7 +141,7 @@ fn another_volume_under_a_devices_number_is_another_disk_and_the_same_one_elsewh
     run("losetup", &["--detach", &name]).unwrap();
     if run("losetup", &[&name, at("b").to_str().unwrap()]).is_none() {
         std::mem::forget(device);
-        return skipped("somebody else has taken the loop device");
+        return skipped("another process has taken the loop device");
     }
     let second = key(&device.0);
     assert!(second.0 != first.0 && second.1 != first.1, "{second:?}");

@@ -1,5 +1,5 @@
-//! An image in qcow2 on a device that is smaller than its disk: what a guest discards is given out
-//! again, but for places that something may still be on its way to.
+//! An image in qcow2 on a device that is smaller than its disk: space that a guest discards is given out again, but for
+//! places that an operation may still be on its way to.
 
 use std::future::{pending, poll_fn};
 use std::io;

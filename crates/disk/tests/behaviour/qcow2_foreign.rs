@@ -114,8 +114,8 @@ struct Noticed {
 }
 
 /// Kills backends, has a program at the image, and opens it again: all that was answered is there,
-/// or it is refused. What the program discards in an old image may be missed, and is zeros then. So is what it discards
-/// in one whose backend was killed behind a flush, with nothing that could be lost.
+/// or it is refused. The program's discards in an old image may be missed, and are zeros then. So are its discards in
+/// an image whose backend was killed behind a flush, with nothing that could be lost.
 fn noticed_after(old: bool, program: &str, args: &[&str]) -> Option<Noticed> {
     let mut noticed = Noticed::default();
     for round in 0..tries() {
@@ -204,7 +204,7 @@ fn an_old_image_that_another_program_has_changed_after_a_kill_is_refused() {
     for (program, args, least) in programs.into_iter().take(if is_night() { 3 } else { 2 }) {
         let Some(noticed) = noticed_after(true, program, args) else { return };
         eprintln!("{program} {args:?}: {noticed:?} of {}", tries());
-        // What was changed and opens has all that was answered, or has missed it.
+        // A changed image that opens has all that was answered, or has missed it.
         assert!(noticed.refused + noticed.missed <= noticed.changed, "{program} {args:?}");
         // Killed in the moment in which refcounts were being written: see docs/images.md.
         assert!(noticed.missed <= 3, "{program} {args:?}: {noticed:?}");
@@ -294,7 +294,7 @@ fn process_merge() {
     .unwrap();
 }
 
-/// As anybody would do after a kill.
+/// The usual steps of an administrator after a kill.
 #[test]
 fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_qemu_img() {
     let (dir, state) = (dir_on_disk(), dir_in_memory());
@@ -333,7 +333,7 @@ fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_
             "{why}"
         );
     }
-    // What it advises.
+    // The steps that the error advises.
     work(Some(state.path()), |tools| {
         let journals = tools.journals().unwrap();
         tools.drop_journals(&[journals[0].name.clone()], false, true).unwrap();

@@ -38,7 +38,7 @@ fn scatter(session: &mut ferrite_disk::Session, model: &mut Model, stamp: u64) {
     }
 }
 
-/// What QEMU reads from an image.
+/// Compares the bytes that QEMU reads from an image with the model.
 fn compare_with_qemu(dir: &TempDir, path: &Path, model: &Model) {
     let raw = dir.path().join("out.raw");
     assert!(qemu(&["convert", "-f", "qcow2", "-O", "raw", text(path), text(&raw)]));

@@ -67,7 +67,7 @@ struct Machine {
     options: OpenOptions,
     session: Option<Session>,
     model: Model,
-    /// What the snapshot has.
+    /// The content of the snapshot.
     snapshot: Option<Model>,
     /// A process died that may have copied what a snapshot shares: the counts that it would have
     /// lowered next are too high, which is harmless.
@@ -161,7 +161,7 @@ impl Machine {
         assert!(clean || (!errors && text.contains("leaked clusters were found")), "{text}");
     }
 
-    /// What QEMU reads of the snapshot.
+    /// Compares the bytes that QEMU reads of the snapshot with the model.
     fn compare_snapshot(&self, model: &Model) {
         let (image, raw) = (self.image.to_str().unwrap(), self.dir.path().join("kept.raw"));
         let from = ["convert", "-l", "snapshot.name=kept", "-f", "qcow2", "-O", "raw", image];
@@ -170,7 +170,7 @@ impl Machine {
         std::fs::remove_file(raw).unwrap();
     }
 
-    /// What was discarded reads as before or as zeros, sector by sector, and stays so.
+    /// Discarded sectors read as before or as zeros, each by itself, and stay so.
     fn accept_discarded(&mut self, first: u64, count: u64) {
         let mut bytes = vec![0xEE; (count * 512) as usize];
         self.session.as_mut().unwrap().read(first * 512, &mut bytes).unwrap();

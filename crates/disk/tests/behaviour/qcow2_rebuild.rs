@@ -226,7 +226,7 @@ fn a_repair_that_is_cut_off_anywhere_can_be_made_again() {
             let disk = Disk::open_image(&name(&path), &options).unwrap();
             compare(&mut session_of(disk), &model);
             if named(&path) != before {
-                // What the header names is complete.
+                // The refcounts that the header names are complete.
                 let counts = |kind: &str| kind.starts_with("refcount");
                 let found = repair(&path, false).before.findings;
                 assert!(found.iter().all(|f| !counts(&f.kind)), "{what}, cut at {cuts}: {found:?}");

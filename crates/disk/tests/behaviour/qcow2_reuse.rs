@@ -141,7 +141,7 @@ fn compressed_clusters_that_are_replaced_are_used_while_the_image_is_open() {
     disk.close().unwrap();
     check_clean(&path);
     compare(&mut open(text(&path)), &model);
-    // What the first two thirds left was there for the last.
+    // The last third has used the space that the first two thirds left.
     let grown = bytes(&path) - packed;
     assert!(grown < 24 * MIB, "{grown} for 32 MiB");
 }

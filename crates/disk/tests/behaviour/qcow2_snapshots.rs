@@ -57,7 +57,7 @@ fn with_snapshots(dir: &TempDir, options: &str) -> Option<(PathBuf, Vec<Model>)>
     Some((path, kept))
 }
 
-/// What QEMU reads of a snapshot.
+/// Compares the bytes that QEMU reads of a snapshot with the model.
 fn compare_snapshot(path: &Path, id: &str, model: &Model) {
     let raw = path.with_extension("raw");
     let from = format!("snapshot.name={id}");
@@ -82,7 +82,7 @@ fn whatever_is_done_to_a_disk_its_snapshots_keep_what_they_have() {
             disk.write_zeroes(round * MIB, MIB).unwrap();
             model.zero(round * 2048, 2048);
             disk.discard(4 * MIB, MIB).unwrap();
-            // What a discard leaves is not said, so it is written.
+            // The content after a discard is undefined, so the range is written.
             disk.write(4 * MIB, &pattern(4 * 2048, 2048, round)).unwrap();
             model.write(4 * 2048, 2048, round);
             compare(&mut disk, &model);

@@ -68,7 +68,7 @@ fn what_a_killed_backend_had_set_aside_is_told_and_given_back_by_a_repair() {
     let path = killed(&dir, state.path());
     let repair =
         |force| work(Some(state.path()), |tools| tools.repair(&name(&path), force)).unwrap();
-    // What was answered is in the file, if not in its tables.
+    // The answered writes are in the file, if not in its tables.
     drop(serve(&path, state.path()));
     repair(true);
     reads_as_written(&path, state.path());
@@ -114,7 +114,7 @@ fn the_next_backend_that_writes_gives_it_back_when_it_is_stopped() {
     reads_as_written(&path, state.path());
 }
 
-/// What QEMU leaves, where the file system knows no holes, or was not told.
+/// QEMU leaves such clusters where the file system knows no holes, or was not told.
 #[test]
 fn free_clusters_between_others_become_holes() {
     let dir = dir_on_disk();
@@ -151,7 +151,7 @@ fn free_clusters_between_others_become_holes() {
     compare(&mut open(text), &model);
 }
 
-/// What refers to a cluster no more may not be on the medium yet.
+/// The entry that refers to a cluster no more may not be on the medium yet.
 #[test]
 fn nothing_is_given_back_before_a_sync() {
     let (dir, state) = (dir_on_disk(), dir_in_memory());

@@ -89,7 +89,7 @@ impl Both {
         }
     }
 
-    /// What was discarded reads as before or as zeros.
+    /// Discarded sectors read as before or as zeros.
     fn accept_discarded(&mut self, disk: &mut Session, first: u64, count: u64) {
         for sector in first..first + count {
             let mut bytes = vec![0xEE; SECTOR as usize];
@@ -130,7 +130,7 @@ impl Both {
         qemu_io(&self.image, &commands);
     }
 
-    /// What QEMU reads is what this program reads.
+    /// QEMU reads the same as this program.
     fn end(mut self) {
         let mut disk = session(text(&self.image), &self.options).unwrap();
         compare(&mut disk, &self.model);

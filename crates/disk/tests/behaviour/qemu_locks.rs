@@ -68,7 +68,7 @@ fn what_qemu_reads_is_in_use_for_writers() {
     open(&path).unwrap();
 }
 
-/// Who reads whatever comes (`-U`) keeps nobody out; readers of ours keep no readers of QEMU's out.
+/// A reader of QEMU's that takes no locks (`-U`) keeps no process out; readers of ours keep no readers of QEMU's out.
 #[test]
 fn readers_do_not_disturb_each_other() {
     let _alone = alone();
@@ -89,7 +89,7 @@ fn alone() -> impl Drop {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The bytes of a file that somebody has locked, where QEMU's locks are.
+/// The bytes of a file that another process has locked, where QEMU's locks are.
 fn locked_bytes(path: &Path) -> Vec<u32> {
     let file = File::open(path).unwrap();
     (90..300).filter(|byte| is_locked_by_others(&file, *byte).unwrap()).collect()

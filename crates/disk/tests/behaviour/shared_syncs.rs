@@ -1,5 +1,5 @@
-//! A sync that fails, whoever makes it: the kernel tells of lost writes once for each open file, and
-//! no flush may succeed for what somebody else was told is lost.
+//! A sync that fails, whichever task makes it: the kernel tells of lost writes once for each open file. No flush may
+//! succeed for writes whose loss was reported to another task.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -24,7 +24,7 @@ const THIN: [&str; 2] = ["vhd", "qcow2"];
 
 type Step<'a> = Pin<Box<dyn Future<Output = io::Result<()>> + 'a>>;
 
-/// A disk that nobody has written to.
+/// A disk without any writes.
 struct Bench {
     _dir: TempDir,
     path: PathBuf,
@@ -76,7 +76,7 @@ async fn write(disk: &Disk, port: &Port, offset: u64) -> io::Result<()> {
     disk.write(port, offset, piece.span()).await
 }
 
-/// Goes on with it until it waits for the engine or for somebody else.
+/// Polls the step until it waits for the engine or for another step.
 async fn begin<'a>(step: impl Future<Output = io::Result<()>> + 'a) -> Step<'a> {
     let mut step: Step<'a> = Box::pin(step);
     poll_fn(|cx| {
@@ -189,7 +189,8 @@ impl Heir {
     }
 }
 
-/// What was answered beside the sync would be in no journal, and nobody would know that it may be gone.
+/// Writes that were answered beside the sync would be in no journal, and the next process would not know that they may
+/// be gone.
 #[test]
 fn a_witness_knows_of_a_failed_sync_before_the_journal_is_void() {
     for extension in THIN {

@@ -1,5 +1,5 @@
 //! A store in a file whose file system is full: reads and the store's own work go on, and so do writes when something
-//! was deleted (store.md 7, A full file system below). What mounts one needs root, and passes without, saying so.
+//! was deleted (store.md 7, A full file system below). Tests that mount one need root; without it they pass and say so.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
@@ -48,7 +48,7 @@ impl Host {
         Queue::new(Disk::open(&name, &options()).unwrap())
     }
 
-    /// Not a page is left for anybody.
+    /// Fills the file system: not a page is left.
     fn fill(&self) {
         let other = self.dir.path().join("other");
         let mut other = File::options().create(true).append(true).open(other).unwrap();
@@ -104,7 +104,7 @@ fn a_deleted_volume_makes_room_for_another_one() {
     host.fill();
     let full = write(&mut a, 1, 100);
     assert!((100..BLOCKS).contains(&full), "{full}");
-    // Its passes have spent some. What is left of it nobody else gets.
+    // The store's passes have spent some of its ballast. Other files get nothing of the rest.
     host.fill();
     // Nothing of it is lost, and no write takes what passes need.
     for _ in 0..5 {
@@ -132,12 +132,12 @@ fn a_store_that_was_left_full_is_opened_and_its_commands_make_room() {
     let mut a = host.open("a");
     some(&mut a, 1, 0..1000);
     host.fill();
-    // As by a death: what it had is in the journal.
+    // As by a death: its writes are in the journal.
     drop(a);
     let mut a = host.open("a");
     has(&mut a, 1, 0..1000);
     drop(a);
-    // What one has spent and not used is there for the next one.
+    // The next process has the ballast that the one before has spent and not used.
     host.fill();
     let mut a = host.open("a");
     let full = write(&mut a, 1, 1000);

@@ -24,7 +24,7 @@ const WRITES: u64 = 9000;
 /// A write with such a number is a discard.
 const DISCARDS: u64 = 7;
 
-/// What a block may have: the number of its last write that was answered, and of the last that was begun.
+/// The possible contents of a block: from the number of its last write that was answered to the last that was begun.
 struct Model([(AtomicU64, AtomicU64); BLOCKS as usize]);
 
 impl Model {
@@ -112,7 +112,7 @@ fn read_all(disk: &Arc<Disk>, volume: u64, model: &Model, ends: &AtomicBool, see
         }
         reader.leave(operation);
         if !matches!(extent, Extent::Slow { .. }) {
-            // Whatever the check says: who is counted reads what the block had.
+            // Whatever the check says, a reader that is counted reads what the block had.
             queue.pool.arena().copy_out(span, &mut bytes);
             assert_is_one_of(&bytes, volume, block, answered..=model.begun(block));
         }

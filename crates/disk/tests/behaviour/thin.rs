@@ -1,4 +1,4 @@
-//! What is thin stays thin: zeros take no space, and nor does the rest of a block that was never written.
+//! A thin disk stays thin: zeros take no space, and nor does the rest of a block that was never written.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -38,7 +38,7 @@ fn zeros_take_no_space_and_give_space_back() {
         }
         queue.flush().unwrap();
         queue.discard(10 * MIB, 4 * MIB).unwrap();
-        // What has data, what was discarded, and what nothing was written to.
+        // Blocks with data, discarded ones, and ones that were never written.
         queue.write_zeroes(0, 64 * MIB).unwrap();
         queue.write_zeroes(9 * MIB, 2 * MIB).unwrap();
         queue.flush().unwrap();

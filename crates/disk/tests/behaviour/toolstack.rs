@@ -95,7 +95,7 @@ fn a_leaf_reads_the_same_while_its_parent_is_merged_into_the_one_below() {
             assert!(guest.read(at, 4096).unwrap() == model[at as usize..][..4096]);
         }
     };
-    // What is cached of the parents comes from before.
+    // The cached tables of the parents come from before.
     for at in [0, BLOCK, 2 * BLOCK] {
         guest.read(at, 8192).unwrap();
     }

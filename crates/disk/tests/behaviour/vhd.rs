@@ -272,7 +272,7 @@ fn an_image_without_a_place_for_its_journal_keeps_what_was_flushed() {
     let mut queue = vhd::queue(&path);
     assert_eq!(queue.read(512, 512).unwrap(), [1; 512]);
     assert_eq!(queue.read(4 * MIB, 512).unwrap(), [0; 512]);
-    // What the dead process had set aside is used again, and reads as zeros.
+    // The space that the dead process had set aside is used again, and reads as zeros.
     queue.write(4 * MIB + 512, &[3; 512]).unwrap();
     assert_eq!(queue.read(4 * MIB, 512).unwrap(), [0; 512]);
 }
@@ -324,8 +324,8 @@ fn after_a_sync_that_failed_within_a_write_no_flush_succeeds() {
         }
         queue.close().unwrap_err();
         drop(queue);
-        // Whoever opens the image next finds what was answered, until a flush has said that it may
-        // be lost.
+        // The next process that opens the image finds the answered writes, until a flush has said that they may be
+        // lost.
         world.open();
         for i in 0..failed.unwrap() {
             let found = world.queue.as_mut().unwrap().read(i * 4096, 512).unwrap();

@@ -49,7 +49,7 @@ fn size(path: &Path) -> Result<u64, ferrite_disk::DiskError> {
 
 type Wrong = Arc<Mutex<Vec<String>>>;
 
-/// Before each operation: what is not as it should be with the image that others would see.
+/// Before each operation, notes errors of the image that others would see.
 fn watch(path: &Path, sizes: &'static [u64]) -> (Faults, Wrong) {
     let wrong = Wrong::default();
     let (path, list) = (path.to_owned(), wrong.clone());
@@ -148,7 +148,7 @@ fn a_block_over_the_footer_at_the_end_is_refused() {
     assert!(found.iter().any(|f| f.problem == Problem::Place));
 }
 
-/// Whoever makes the device of an open image larger need not copy the footer.
+/// An administrator who makes the device of an open image larger need not copy the footer.
 #[test]
 fn the_footer_follows_the_end_of_a_device_that_grows_below_an_open_image() {
     for dies in [true, false] {
@@ -175,8 +175,8 @@ fn the_footer_follows_the_end_of_a_device_that_grows_below_an_open_image() {
     }
 }
 
-/// One that was growing when its process died has its footer behind where it will end. What was
-/// made on its child finds the child's identity in it.
+/// One that was growing when its process died has its footer behind where it will end. An image that was made on its
+/// child finds the child's identity in it.
 #[test]
 fn a_fixed_parent_with_space_behind_its_disk_gets_the_childs_identity_where_its_footer_is() {
     let dir = dir_on_disk();

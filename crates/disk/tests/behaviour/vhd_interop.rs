@@ -14,7 +14,7 @@ use crate::common::vhd::{at, check_by_vhd_util, create, create_sparse, name, par
 use crate::common::{MIB, Queue, dir_on_disk, skipped, work};
 use rustix::fs::{SeekFrom, seek};
 
-/// What a peer may make of a size: nothing but the size itself.
+/// Sizes of disks, each of which a peer takes for exactly this size.
 const SIZES: [u64; 7] = [
     512,
     2 * MIB - 512,

@@ -236,7 +236,7 @@ fn growing_in_small_steps_moves_the_table_seldom() {
     assert!(fs::metadata(&path).unwrap().len() < 6 * STRIDE + 64 * 1024);
 }
 
-/// What this program made of images before it kept libvhd's layout.
+/// This program made such images before it kept libvhd's layout.
 #[test]
 fn a_table_behind_data_comes_before_it_with_the_next_resize() {
     let dir = dir_on_disk();

@@ -118,7 +118,7 @@ fn a_guest_of_a_fixed_image_on_a_device_that_has_grown_gets_no_other_disk() {
     }
 }
 
-/// What tapdisk leaves of one that it has open, or growing the device of a closed one.
+/// Tapdisk leaves an image so that it has open, and so does growing the device of a closed one.
 #[test]
 fn a_dynamic_image_on_a_device_that_lost_its_end_is_opened_when_its_owner_has_put_the_copy_there() {
     let dir = dir_on_disk();
@@ -133,7 +133,7 @@ fn a_dynamic_image_on_a_device_that_lost_its_end_is_opened_when_its_owner_has_pu
     is_intact(&path);
 }
 
-/// Who attaches it says that it is a VHD, and tapdisk's mark says that it was no fixed one.
+/// The user who attaches it says that it is a VHD, and tapdisk's mark says that it was no fixed one.
 #[test]
 fn an_image_on_a_device_that_tapdisk_had_open_is_opened_by_its_format_and_is_whole_when_it_is_closed()
  {
@@ -151,7 +151,7 @@ fn an_image_on_a_device_that_tapdisk_had_open_is_opened_by_its_format_and_is_who
     }
     drop(Disk::open(&said, &device).unwrap());
     assert!(fs::read(&path).unwrap() == taken, "opening has written");
-    // Killed, it is as it was; closed, it is anybody's.
+    // Killed, it is as it was; closed, it has its footer at the end again.
     let mut disk = Queue::new(Disk::open(&said, &device).unwrap());
     disk.write(2 * MIB + 512, &[5; 512]).unwrap();
     disk.flush().unwrap();
@@ -175,7 +175,7 @@ fn an_image_on_a_device_that_tapdisk_had_open_is_opened_by_its_format_and_is_who
         let error = Disk::open(&said, &device).unwrap_err();
         assert!(error.to_string().contains(why), "{at}: {error}");
     }
-    // Nobody has said anything of a parent but the image on it.
+    // Only the image on a parent says the parent's format, which is not enough.
     fs::write(&path, &taken).unwrap();
     let child = at(&dir, "child.vhd");
     create(&child, &NewImage::differencing(BYTES, parent(&path, &footer))).unwrap();
@@ -332,7 +332,7 @@ fn a_disk_grows_with_room_in_its_table_and_without() {
     }
 }
 
-/// What stands in the table behind its end means nothing, also when the disk comes to reach there.
+/// Entries of the table behind the disk's end mean nothing, also when the disk comes to reach there.
 #[test]
 fn a_disk_gets_no_blocks_as_it_grows() {
     let dir = dir_on_disk();
@@ -356,7 +356,7 @@ fn a_disk_gets_no_blocks_as_it_grows() {
     }
 }
 
-/// What the last block has behind the disk's end is whatever was there before.
+/// The last block has old bytes behind the disk's end.
 #[test]
 fn what_a_disk_gets_as_it_grows_is_zeros_on_a_device_too() {
     for sectors in [1, 3] {

@@ -1,4 +1,4 @@
-//! What the tests share: images, devices, and a queue to do I/O on.
+//! Shared by the tests: images, devices, and a queue to do I/O on.
 
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
@@ -46,7 +46,7 @@ pub(crate) fn rights(image: &ImageName) -> (u32, u32, u32) {
 /// One queue of a disk, as a backend has it.
 pub(crate) struct Queue {
     pub(crate) disk: Arc<Disk>,
-    /// One for all: what a call leaves to a task has its memory still.
+    /// One for all: work that a call leaves to a task has its memory still.
     port: Port,
     pub(crate) pool: Arc<Pool>,
     buffers: QueuePool,
@@ -139,7 +139,7 @@ impl Queue {
     }
 }
 
-/// What a disk's steps run on: this reactor, and the pool's scratch memory of its first queue.
+/// The port that a disk's steps run on: this reactor, and the pool's scratch memory of its first queue.
 pub(crate) fn port(reactor: &Reactor, pool: &Pool, files: Vec<FileId>) -> Port {
     let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
     Port { io: reactor.io(), files: files.into(), scratch }

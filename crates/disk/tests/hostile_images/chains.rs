@@ -50,7 +50,7 @@ fn circles_are_refused() {
                 let image = child(format, i + 1, next + 1, &format!("{next}.{format}"));
                 den.put(&format!("{i}.{format}"), &image);
             }
-            // Whoever would write to it is told of the one that stands on it first.
+            // An opening for writing fails because of the child that stands on the image, before the loop is found.
             let why = [(true, "itself or one of its children"), (false, "stands on it")];
             for (read_only, why) in why {
                 let path = den.path(&format!("0.{format}"));

@@ -21,7 +21,7 @@ use ferrite_testkit::proc::Memory;
 use rustix::time::{ClockId, clock_gettime};
 use tempfile::TempDir;
 
-/// What looking at an image may take of a processor; a busy machine is no finding.
+/// The processor time that looking at an image may take; a busy machine is no finding.
 const LIMIT: Duration = Duration::from_secs(10);
 const LIMIT_KIB: u64 = 64 << 10;
 
@@ -125,7 +125,7 @@ impl Den {
         self.refuses(&path, format, why);
     }
 
-    /// It opens, and what makes no sense in it is an error for those who read that.
+    /// It opens, and a read of a part that makes no sense is an error.
     fn fails(&self, format: Format, image: &Sketch) {
         let path = self.put(&format!("image.{format}"), image);
         for read_only in [true, false] {
@@ -151,7 +151,7 @@ fn check_text(e: &DiskError, why: &str) {
     assert!(!e.help().is_empty() && text.len() < 4096, "{text}");
 }
 
-/// What became of an image.
+/// The outcome of opening and reading an image.
 enum Verdict {
     Refused(DiskError),
     Fails(io::Error),

@@ -155,7 +155,7 @@ fn tables_that_point_at_tables_are_refused() {
     for target in [1 << 40, u64::MAX, 3, l2 + 8] {
         refuses(&den, &with_u64(l1, target), "L1 entry 0");
     }
-    // Where the image is only read nobody needs refcounts.
+    // A reader needs no refcounts.
     for target in [0x200, 0x400 + 8, l1, l2, 1 << 40, u64::MAX] {
         let image = with_u64(plan.reftable_at(), target);
         let path = den.put("image.qcow2", &image);

@@ -87,7 +87,7 @@ pub(crate) fn compare(session: &mut Session, model: &Model) {
     }
 }
 
-/// A place to work on images that nobody uses.
+/// Tools for images that are not in use.
 pub(crate) fn tools<T>(use_it: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     work(None, use_it)
 }
