@@ -15,8 +15,8 @@
 //!    after the removal sees its count, until it leaves. Nothing else is required of the way in which mappings are
 //!    read: qcow2's readers take no lock.
 //! 2. `removed` and each step of the epoch are under one lock. So the two steps from F to F + 2 read the counts after
-//!    the removal, at one parity each. Whichever parity the operation has, one step waits for its end. It may have seen
-//!    a much earlier epoch; it has one of the two parities all the same.
+//!    the removal, at one parity each. The step that reads the operation's parity waits for its end. The operation may
+//!    have seen a much earlier epoch; it has one of the two parities all the same.
 //! 3. A queue that is added later is not among the counts that were read. It was added under the lock, so it sees the
 //!    mapping removed.
 //!
@@ -44,7 +44,7 @@ pub struct Mark(bool);
 /// The operations on counts. A scheduler that tries interleavings can replace the processor's.
 trait Word {
     fn holding(value: u64) -> Self;
-    /// Acquires: what was done before the value was stored comes before what follows.
+    /// Acquires: operations before the store of the value come before those behind this load.
     fn load(&self) -> u64;
     fn store(&self, value: u64);
     fn add(&self, value: u64);

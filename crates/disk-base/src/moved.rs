@@ -3,12 +3,12 @@
 //! An image with a mark is not opened for writing, by none of Ferrite's programs: the other host may write to its copy.
 //! It can be read. Other programs do not know the mark: QEMU, tapdisk, `dd` and mount write to the image in spite of it.
 //!
-//! Whatever is at that name counts as a mark, also if it is damaged: otherwise two hosts might write to one disk.
+//! Any file at that name counts as a mark, also if it is damaged: otherwise two hosts might write to one disk.
 //!
 //! # Order of writes
 //! To set or change it: 1. another file gets the text and is synced; 2. it gets the name; 3. the folder is synced. To
-//! remove it: 1. the name is removed; 2. the folder is synced. Who sets or removes it may rely on it afterwards, also after
-//! a power cut.
+//! remove it: 1. the name is removed; 2. the folder is synced. The program that sets or removes it may rely on it
+//! afterwards, also after a power cut.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -27,7 +27,7 @@ const FIRST: &str = "ferrite-moved 1";
 /// The longest mark.
 const MAX_BYTES: u64 = 4096;
 
-/// What a mark says, for people.
+/// The content of a mark, for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mark {
     /// The identifier of the migration.
@@ -146,7 +146,7 @@ pub fn check(image: &Path) -> Result<(), DiskError> {
             let (why, help) = match mark.is_taken {
                 true => (
                     format!("its disk was moved to {to} (migration {})", mark.id),
-                    "use the disk there; remove this image when nobody needs it. To read it, open it read-only"
+                    "use the disk there; remove this image when it is not needed. To read it, open it read-only"
                         .to_owned(),
                 ),
                 false => (
@@ -186,7 +186,7 @@ mod tests {
             let refused = check(&image).unwrap_err();
             assert!(refused.why().contains("b.example"), "{refused}");
         }
-        // Whatever is there is a mark.
+        // Any file there is a mark.
         fs::write(path_of(&image), b"\xff").unwrap();
         check(&image).unwrap_err();
         fs::write(path_of(&image), vec![b'x'; 5000]).unwrap();

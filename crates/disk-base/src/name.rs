@@ -208,7 +208,7 @@ fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
     (!prefix.contains(&b'/')).then_some(both)
 }
 
-/// What is behind the connection.
+/// The format of the disk behind the connection.
 fn format_of(uri: &Uri) -> Format {
     match &uri.server {
         Address::Helped { by: Helped::Rbd(_), .. } => Format::Rbd,

@@ -18,15 +18,15 @@ pub const INDEX_BYTES: usize = 256 << 20;
 /// The longest chain that is made and served. XAPI's storage manager ends at 30.
 pub const MAX_LAYERS: usize = 256;
 
-/// What the reader of an image does if it is damaged. A writer refuses it always.
+/// The reader's reaction to a damaged image. A writer refuses it always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnDamage {
     /// It is not opened if that is seen at once.
     #[default]
     Refuse,
-    /// It is opened if its headers are intact. A read of what is damaged fails; all others return the right data.
+    /// It is opened if its headers are intact. A read of a damaged part fails; all others return the right data.
     Serve,
-    /// As [`Serve`](Self::Serve). If the file ends within its last cluster, what is missing there is damage, too. Other
+    /// As [`Serve`](Self::Serve). If the file ends within its last cluster, the missing part is damage, too. Other
     /// programs may leave an image so, and it may be intact.
     Salvage,
 }
@@ -51,8 +51,8 @@ pub struct OpenOptions {
     /// How long to wait for the lock; `None`: fail at once. A process that takes over from a killed one waits until the
     /// dead one's last operation has ended.
     pub wait_for_lock: Option<Duration>,
-    /// Who uses a disk on another server, as that server is told: all processes that follow each other on the disk have
-    /// the same. `None`: this process alone, which has no predecessor.
+    /// The client's identifier on another server. All processes that follow each other on the disk have the same.
+    /// `None`: this process alone, which has no predecessor.
     pub client: Option<[u8; 16]>,
     /// The folder, on tmpfs, of answered changes of metadata until they are durable, so that they survive the death of
     /// this process. `None`: they do not.
@@ -84,8 +84,8 @@ pub struct OpenOptions {
     /// that all children read the same as before, or that they may be lost. The kernel still checks permissions.
     pub even_parent: bool,
     /// Open for writing although readers of this program have the image open as a parent. Only a
-    /// merge does that, which writes nothing that those readers see: what it writes is hidden from them by the images
-    /// above. All other writers are refused as ever, and so is a second merge.
+    /// merge does that, which writes nothing that those readers see: the images above hide its writes from them. All
+    /// other writers are refused as ever, and so is a second merge.
     pub beside_readers: bool,
     /// The program that does the locking of the image and its parents.
     pub locking: Locking,
@@ -95,7 +95,7 @@ pub struct OpenOptions {
     pub parents: Parents,
     /// Read a qcow2 image as it was at the snapshot inside of it with this identifier or name. Read-only.
     pub inner_snapshot: Option<Vec<u8>>,
-    /// What is done about damage in the image and its parents.
+    /// The reaction to damage in the image and its parents.
     pub on_damage: OnDamage,
     /// A killed process had it open for writing, and its guest is still connected. Since the guest waits, only children
     /// that the image's own list names are examined.
@@ -161,7 +161,7 @@ impl OpenOptions {
         self.read_only && !self.unlocked && self.locking == Locking::Ours
     }
 
-    /// What is done about damage: a writer does not tolerate it.
+    /// The reaction to damage: a writer does not tolerate it.
     pub fn on_damage(&self) -> OnDamage {
         if self.read_only { self.on_damage } else { OnDamage::Refuse }
     }

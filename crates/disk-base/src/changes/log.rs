@@ -188,7 +188,7 @@ impl Log {
         written.map_err(|e| self.cannot("write", &e))
     }
 
-    /// Makes it the log of a larger disk. What is new has not changed.
+    /// Makes it the log of a larger disk. The new part counts as unchanged.
     ///
     /// # Errors
     /// The disk would shrink; the log cannot be written.

@@ -100,7 +100,7 @@ impl Fine {
             && fits(&shm, head)
         {
             let fine = Fine { shm, maps: head.maps };
-            // Of a killed process: what it has marked is durable.
+            // Of a killed process: its marks are durable.
             if head.state != State::Open {
                 fine.end_opening();
             }

@@ -63,7 +63,7 @@ impl Blocks {
 }
 
 /// Removes what is in memory of earlier files of maps of an image, whose file of maps has the identifier `keep` now, or is
-/// gone. The image is locked. What cannot be removed stays: it fits nothing.
+/// gone. The image is locked. A file that cannot be removed stays: it fits no maps.
 pub fn forget_blocks(state_dir: &Path, image: impl AsFd, path: &Path, keep: Option<&MapId>) {
     let Ok(place) = Place::of(image, path) else { return };
     let end = place.journal_end();
@@ -105,7 +105,7 @@ pub fn changed_at(file: impl AsFd) -> io::Result<(i64, u32)> {
     Ok((stat.st_mtime as i64, stat.st_mtime_nsec as u32))
 }
 
-/// What binds maps to the image at `path`, which is complete and not written any more.
+/// The marks that bind maps to the image at `path`, which is complete and not written any more.
 ///
 /// # Errors
 /// It cannot be opened or examined.

@@ -42,7 +42,7 @@ const MAX_NAME_BYTES: usize = 63;
 /// A random identifier, of a file of maps or of one map.
 pub type MapId = [u8; 16];
 
-/// What a file says of its image.
+/// The state of the image, as the file of maps has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// The image was closed in good order, and last changed at this time: seconds and nanoseconds.
@@ -279,7 +279,7 @@ impl Content {
         to
     }
 
-    /// Reads a file. What is allocated follows from the length of `from`.
+    /// Reads a file. The length of `from` bounds the allocated memory.
     ///
     /// # Errors
     /// Why it is no such file.

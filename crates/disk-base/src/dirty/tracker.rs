@@ -45,7 +45,7 @@ pub struct Tracker {
     is_off: AtomicBool,
 }
 
-/// What is known of the file.
+/// The known state of the file.
 struct Book {
     head: Head,
     /// Whether the head says durably that the image is open.
@@ -60,7 +60,7 @@ struct Book {
     wanted: BTreeSet<u64>,
 }
 
-/// What a commit writes.
+/// The writes of one commit.
 struct Step {
     head: Option<Head>,
     /// The regions of each sector.
@@ -215,7 +215,7 @@ impl Tracker {
         waits
     }
 
-    /// What the next commit writes. `None`: nothing, as an earlier one did.
+    /// The writes of the next commit. `None`: nothing, as an earlier one did.
     fn next_step(&self) -> io::Result<Option<Step>> {
         let book = self.book();
         if book.wanted.is_empty() {

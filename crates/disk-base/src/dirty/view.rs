@@ -71,7 +71,7 @@ impl View<'_> {
     }
 }
 
-/// The maps of an image that nobody writes to as long as it is open here.
+/// The maps of an image that no process writes to as long as it is open here.
 pub struct AtRest {
     known: Vec<KnownMap>,
     maps: Vec<Map>,
@@ -144,7 +144,7 @@ impl Limits {
 }
 
 /// The beginning of a range by what has changed. `blocks` says the changed blocks of a region of a disk that had so many
-/// bytes when its maps were begun. What is behind these has changed.
+/// bytes when its maps were begun. The bytes behind these count as changed.
 pub(super) fn stretches(
     range: Range<u64>,
     bytes: u64,

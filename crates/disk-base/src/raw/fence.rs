@@ -53,7 +53,7 @@ impl Fence {
         }
     }
 
-    /// Who has the LUN now, in words.
+    /// The host that has the LUN now, in words.
     pub(super) fn holder(&self) -> String {
         match names::fence::holder(self.file.as_fd(), &self.terms) {
             Some(key) => format!("the host with key {key:016x}"),
@@ -70,7 +70,8 @@ impl Raw {
         self.let_go();
     }
 
-    /// Who has the LUN, in words for the log. `None`: it is not reserved for this host. It may wait for the LUN.
+    /// The host that has the LUN, in words for the log. `None`: it is not reserved for this host. It may wait for the
+    /// LUN.
     pub fn holder(&self) -> Option<String> {
         self.fence.as_ref().map(Fence::holder)
     }

@@ -41,7 +41,7 @@ enum Means {
     Events {
         socket: OwnedFd,
     },
-    /// A counter (eventfd) that whoever learns of a new size adds to.
+    /// A counter (eventfd). A thread that learns of a new size adds to it.
     Told(Arc<OwnedFd>),
     /// It never grows.
     Never,

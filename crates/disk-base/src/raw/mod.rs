@@ -61,9 +61,9 @@ const FLUSH_RETRIES: u32 = 16;
 /// The space of the file system that a file is on, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpaceBelow {
-    /// What the file system has free.
+    /// The free bytes of the file system.
     pub free_bytes: u64,
-    /// What this file takes of it.
+    /// The bytes that this file takes of it.
     pub taken_bytes: u64,
 }
 
@@ -99,7 +99,7 @@ pub struct Raw {
     keeps_space: AtomicBool,
     /// See [`OpenOptions::thin`].
     thin: bool,
-    /// What is known of the file's data and holes.
+    /// The known runs of data and holes of the file.
     runs: Box<Runs>,
     /// The commits of a raw disk.
     commits: Box<Commits>,

@@ -26,7 +26,7 @@ const MOST_RUNS: usize = 4096;
 /// The first step back from a place that is asked for before what is known of its run.
 const FIRST_STEP_BACK: u64 = 1 << 20;
 
-/// What a file has from a place on.
+/// The data or hole of a file from a place on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
     /// Data, up to this place.
@@ -38,7 +38,7 @@ pub enum Run {
 /// A run that is remembered, by the place that it was found from.
 #[derive(Clone, Copy)]
 struct Known {
-    /// What is behind this place was not asked for.
+    /// The file was not asked for the runs behind this place.
     end: u64,
     run: Run,
 }
@@ -57,7 +57,7 @@ struct Memory {
     step_back: u64,
 }
 
-/// What is known of a file's runs.
+/// The known runs of a file.
 pub(super) struct Runs {
     memory: Mutex<Memory>,
     keeps_holes: bool,
@@ -195,7 +195,8 @@ pub(super) fn lseek(file: &OwnedFd, to: SeekFrom) -> rustix::io::Result<u64> {
 }
 
 impl Raw {
-    /// What a file has from a place on. `None`: it is no file that has holes, or its file system does not tell.
+    /// The data or hole of a file from a place on. `None`: it is no file that has holes, or its file system does not
+    /// tell.
     pub fn run_at(&self, offset: u64) -> Option<Run> {
         if !self.is_file() {
             return None;

@@ -30,7 +30,7 @@ pub(super) fn is_theirs(options: &OpenOptions) -> bool {
     options.locking == Locking::Toolstack
 }
 
-/// What follows when another process has the `flock` of an image. `None`: it is opened beside that process, with the
+/// The decision when another process has the `flock` of an image. `None`: it is opened beside that process, with the
 /// readers' lock if that is free. `insists`: it was waited for.
 pub(super) fn beside(
     path: &Path,
@@ -81,7 +81,7 @@ pub(super) fn take_others(
             tell(path, "QEMU (or one of its tools)");
         }
     }
-    // A merge of this program's is announced; what others do is the toolstack's business.
+    // A merge of this program's is announced; to keep other programs apart is the toolstack's task.
     let _ = merging::claim(file, options);
     if !reads && let Some(why) = other_way(stat, medium) {
         tell(path, &format!("another program (as {why})"));

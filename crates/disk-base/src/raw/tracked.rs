@@ -15,7 +15,7 @@ pub(super) struct Maps {
     tracker: OnceLock<Box<Tracker>>,
     /// Of an image that is not written: where its changed blocks may be.
     state_dir: OnceLock<PathBuf>,
-    /// Its maps, once somebody has asked. `None`: it has none.
+    /// Its maps, once a caller has asked for them. `None`: it has none.
     at_rest: OnceLock<Option<AtRest>>,
     /// The changed blocks of a tap, if they are recorded.
     changes: OnceLock<Box<ChangeMap>>,

@@ -23,7 +23,7 @@ enum Means {
     PunchHole = 2,
 }
 
-/// What becomes of the space of a range that is zeroed.
+/// The fate of the space of a range that is zeroed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Space {
     /// The range has space afterwards.

@@ -260,7 +260,7 @@ impl Journal {
     }
 
     /// The number of records.
-    #[expect(clippy::len_without_is_empty, reason = "nobody asks that")]
+    #[expect(clippy::len_without_is_empty, reason = "no caller asks that")]
     pub fn len(&self) -> usize {
         self.fresh as usize - self.free.len()
     }

@@ -2,7 +2,7 @@
 //!
 //! # Order
 //! The caller knows that both copies of the regions are durable, and that no write to them begins or is under way.
-//! 1. Nobody counts the regions as marked any more: the next write to them sets their bits again, durably.
+//! 1. The regions do not count as marked any more: the next write to them sets their bits again, durably.
 //! 2. The sectors are written with the bits cleared. No sync follows: a bit that is set names too much.
 //!
 //! One commit runs at a time, so a bit that a later write sets is not taken back by an older sector.
