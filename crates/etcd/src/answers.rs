@@ -1,5 +1,5 @@
-//! What etcd says. Numbers of 64 bits come as strings or as numbers. 0, false, empty strings and empty lists are left out, so
-//! each field may be missing. Two shapes of errors are in use.
+//! The answers of etcd. Numbers of 64 bits come as strings or as numbers. 0, false, empty strings and empty lists are
+//! left out, so each field may be missing. Two shapes of errors are in use.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -106,7 +106,7 @@ enum ErrorField {
     Nested { message: String },
 }
 
-/// What each answer says of the cluster.
+/// The fields about the cluster in each answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Head {
     pub(crate) cluster: u64,

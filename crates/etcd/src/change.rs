@@ -18,12 +18,12 @@ pub struct Change<'a> {
     value: &'a dyn Fn(u64) -> Vec<u8>,
     /// The number in a value.
     number: &'a dyn Fn(&[u8]) -> Option<u64>,
-    /// What is written with it.
+    /// The keys that are written with it.
     others: Transaction,
     tried: Vec<u64>,
 }
 
-/// What is known of a change.
+/// The known outcome of a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Settled {
     /// It was carried out, once; the key had this revision then.
@@ -50,7 +50,7 @@ impl<'a> Change<'a> {
         Change { key, compare, value, number, others, tried: Vec::new() }
     }
 
-    /// Makes one attempt. `number` was never used, by anybody: a random one of 64 bits.
+    /// Makes one attempt. `number` was never used before: a random one of 64 bits.
     ///
     /// # Errors
     /// Before the first attempt that may have been received: as [`Cluster::commit`]. Later such an error is

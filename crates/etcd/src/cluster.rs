@@ -1,7 +1,7 @@
 //! The endpoints of a cluster, and calls to them.
 //!
-//! A call has two seconds. For reads and leases the next endpoint follows a failed one. A transaction that may have been
-//! received is sent once: what became of it is unknown then, and [`Change`](crate::Change) settles it.
+//! A call has two seconds. For reads and leases the next endpoint follows a failed one. A transaction that may have
+//! been received is sent once: its outcome is unknown then, and [`Change`](crate::Change) settles it.
 //!
 //! **Whose cluster.** An endpoint that belongs to another cluster would take a transaction that holds there, too. So each
 //! endpoint says its cluster before the first transaction, and again after each failure of it.
@@ -66,7 +66,7 @@ pub enum Failure {
     Refused {
         /// Of gRPC: 3 a malformed request, 5 no such lease, 7 and 16 no permission, 9 it is there already.
         code: i32,
-        /// What it says.
+        /// Its text.
         text: String,
     },
     /// The transaction was not sent.
@@ -74,12 +74,12 @@ pub enum Failure {
     Unfit(#[from] Unfit),
 }
 
-/// What is known of a transaction.
+/// The known outcome of a transaction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {
     /// It was carried out; its keys have this revision.
     Won(Revision),
-    /// A key had another revision. What the compared keys hold, in the order of the comparisons.
+    /// A key had another revision. The values of the compared keys, in the order of the comparisons.
     Lost(Vec<Option<Entry>>),
     /// It was carried out, or is going to be, or never; and why that is not known. A read proves nothing.
     Unknown(String),

@@ -104,7 +104,7 @@ fn a_list_has_all_keys_of_one_moment() {
     let mut seen = Vec::new();
     let at = cluster.list("map/", |entry| {
         if seen.is_empty() {
-            // Between two pages: what is written now is not in the list, and what is removed is.
+            // Between two pages: a key that is written now is not in the list, and one that is removed now is.
             let gone = cluster.get(&key(39)).unwrap().unwrap().revision;
             let late = Transaction::when(&key(39), gone).delete(&key(39)).put("map/late", vec![]);
             won(cluster.commit(&late));
@@ -179,7 +179,7 @@ fn a_change_whose_answer_is_lost_is_settled_and_happens_once() {
     assert_eq!(entry.revision, third, "an attempt of before the settlement was carried out");
     assert_ne!(number_of(&entry.value), Some(1000));
 
-    // Somebody else's change of the same revision.
+    // Another client's change of the same revision.
     let fourth =
         won(cluster.commit(&Transaction::when("disk", third).put("disk", b"another's".into())));
     let mut change = Change::new("disk", third, &numbered, &number_of, none(0));

@@ -139,7 +139,7 @@ pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// What a [`Proxy`] does to the next transaction.
+/// The action of a [`Proxy`] on the next transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     /// It passes it on, and its answer back.
@@ -158,7 +158,7 @@ pub(crate) struct Proxy {
     before: Arc<Mutex<Option<Before>>>,
 }
 
-/// What is done before a transaction is passed on.
+/// A step before a transaction is passed on.
 type Before = Box<dyn FnOnce() + Send>;
 
 impl Proxy {
