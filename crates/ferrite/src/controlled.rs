@@ -1,5 +1,5 @@
-//! `--control DIR` of `ferrite serve` and `ferrite export nbd`: the disk is served by keeper and worker, as the daemon's
-//! disks are, and all of `ferrite disk` and `ferrite job` works on it by `--run-dir DIR`.
+//! `--control DIR` of `ferrite serve` and `ferrite export nbd`: keeper and worker serve the disk, as they do the
+//! daemon's disks. All commands of `ferrite disk` and `ferrite job` work on it by `--run-dir DIR`.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -71,7 +71,7 @@ impl Controlled<'_> {
         let failed = |e: ferrite_daemon::Failure| Failure::new(&what, e.why, e.help);
         disk.prepare(&run).map_err(failed)?;
         let served = self.serve(&disk, &run, stop, &what);
-        // What is served on, or a guest waits for, is there for the next one.
+        // The states of disks that are served on, or that a guest waits for, stay for the next process.
         if States::peek_all(&Paths { run: run.clone() }.states()).is_empty() {
             fs::remove_dir_all(&run).unwrap_or_else(|e| {
                 tracing::warn!("cannot remove {}: {e}", run.display());
@@ -136,8 +136,8 @@ impl Controlled<'_> {
     }
 }
 
-/// Has this folder share what is the host's: the journals, which the next process that opens an image looks for, and the
-/// budgets of all disks together.
+/// Links the host's journals into this folder, which the next process that opens an image looks for, and the budgets of
+/// all disks together.
 fn share(run: &Path) -> std::io::Result<()> {
     let host = Path::new(RUN_DIR);
     ferrite_host::names::create_dir_all(host.join(IMAGES), rustix::fs::Mode::RWXU)?;

@@ -165,7 +165,7 @@ fn status(device: &Path, records: &Path, json: bool) -> Result<(), Failure> {
     }
     println!("device      {}", one_line(&device.display().to_string()));
     let whose = match (holder, is_own) {
-        (None, _) => "nobody".to_owned(),
+        (None, _) => "no host".to_owned(),
         (Some(key), true) => format!("this host, key {key:016x}"),
         (Some(key), false) => format!("another host, key {key:016x}"),
     };

@@ -144,7 +144,7 @@ impl GuestDisk {
     }
 }
 
-/// What xenstore says of a domain.
+/// The facts of a domain in xenstore.
 #[derive(Clone, Debug, Default)]
 struct Domain {
     name: Option<String>,

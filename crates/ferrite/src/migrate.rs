@@ -21,14 +21,15 @@ use crate::plain::one_line;
 /// Time for an answer of the daemon, which may wait for the other host's.
 const ANSWER: Duration = Duration::from_secs(150);
 
-/// Time for the copies of parents: no limit that anyone reaches.
+/// Time for the copies of parents: no limit that a copy reaches.
 const COPIES: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// The help after the options.
 pub(crate) const HELP: &str = "Both daemons need [migration] in ferrite.toml: certificates, and the receiver listen and \
     folder. The steps are commands of their own, for toolstacks: prepare (the other host makes an image), run (copies, and \
-    each write goes to both), commit (the other host has the disk from then on), abort. Whoever crashes, one host opens the \
-    disk for writing, or none until both reach each other again; if one is lost for good, resolve says which host has it.";
+    each write goes to both), commit (the other host has the disk from then on), abort. After a crash of either \
+    side one host opens the disk for writing, or none until both reach each other again; if one is lost for good, \
+    resolve says which host has it.";
 
 /// `ferrite migrate`.
 #[derive(Debug, Args)]

@@ -31,7 +31,7 @@ mod trace;
 const BACKEND_KIND: &str = "vif-ferrite";
 /// The kind of the interfaces that xl makes. netback serves the same kind.
 const XL_KIND: &str = "vif";
-/// What makes one of those ours.
+/// The script of those interfaces that are ours.
 const SCRIPT: &str = "vif-ferrite";
 /// It is there while the kernel's netback takes all interfaces that xl makes.
 const NETBACK: &str = "/sys/bus/xen-backend/drivers/vif";
@@ -180,7 +180,7 @@ fn serve(
 /// The folder of the devices that rings and events of guests come from.
 const XEN_DEVICES: &str = "/dev/xen";
 
-/// Gives up what the process does not need: packets are made by guests, who may find a bug in it.
+/// Gives up the rights that the process does not need: guests make the packets, and may use a bug in it.
 fn lock_down(what: &str, counters: &Path) -> Result<(), Failure> {
     let folders = [counters, Path::new(XEN_DEVICES)];
     match keep_folders(&folders) {

@@ -71,10 +71,10 @@ enum Direction {
     },
 }
 
-/// What remains of root's rights.
+/// The rest of root's rights.
 #[derive(Debug, Args)]
 struct RightsArgs {
-    /// The user of this process alone. Without one it stays its starter's.
+    /// The user of this process alone. Without one it keeps the user of its starter.
     #[arg(long, requires = "root")]
     user: Option<u32>,
 

@@ -37,7 +37,7 @@ pub(crate) fn to_serve(read_only: bool) -> Result<State, Failure> {
             prepare(&folder).map_err(|e| {
                 let what = format!("cannot keep answered writes in {}", folder.display());
                 let help = format!(
-                    "{RUNTIME_DIR} must name a folder of this user that nobody else may write to"
+                    "{RUNTIME_DIR} must name a folder of this user that no other user may write to"
                 );
                 Failure::new(what, e, &help)
             })?;
@@ -89,7 +89,8 @@ fn make(folder: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Makes the folder below the user's own, of which all must be the user's alone: others could exchange the journals.
+/// Makes the folder below the user's own. It and the two folders above it must be of this user alone: other users could
+/// exchange the journals.
 fn prepare(folder: &Path) -> io::Result<()> {
     make(folder)?;
     for folder in folder.ancestors().take(3) {

@@ -359,7 +359,7 @@ fn fence_terms(args: &ServeArgs) -> Option<FenceTerms> {
     Some(FenceTerms { weak, records })
 }
 
-/// What the worker opens for a mirror.
+/// The files that the worker opens for a mirror.
 fn mirror_files(args: &ServeArgs) -> Option<MirrorFiles> {
     let (target, map) = args.mirror.as_ref().zip(args.mirror_map.clone())?;
     let name = ImageName::parse(target).ok();

@@ -113,7 +113,7 @@ fn a_volume_in_use_is_backed_up_from_a_snapshot_in_its_store_which_is_removed() 
     client.write(AT, &[1; 4096]);
     assert_eq!(lab.backup(&["--name", "one"]).unwrap()["parent"], Value::Null);
     client.write(AT, &[2; 4096]);
-    // What an interrupted one has left is removed.
+    // The snapshot of an interrupted backup is removed.
     lab.ok(&["store", "snapshot", "pool#web", "web.ferrite-backup"]);
     let two = lab.backup(&["--name", "two", "--incremental"]).unwrap();
     assert!(two["parent"] == "one" && two["notes"].to_string().contains("interrupted"), "{two}");

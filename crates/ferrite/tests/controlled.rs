@@ -337,8 +337,8 @@ fn each_change_waits_for_storage_that_hangs_and_other_commands_are_answered() {
             world.does(&["disk", "resume", "tap/0"]);
         }
         storage.freeze();
-        // A client that knew the old size ends with the growth, and does not hear whether this was done. What a disk is
-        // switched to has the same data.
+        // A client that knew the old size ends with the growth, and does not hear whether this was done. The image
+        // that a disk is switched to has the same data.
         let is_told = change[0] != "resize";
         let stamp =
             if ["resize", "switch"].contains(&change[0]) { world.model[0] } else { world.stamp };

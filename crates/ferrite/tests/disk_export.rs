@@ -247,7 +247,7 @@ fn dirty_maps_of_a_running_disk_are_contexts_also_after_its_worker_was_killed() 
     }
     let mut plain = connect();
     plain.go(true);
-    // The map that they know is gone. Who asked for none goes on.
+    // The map that they know is gone. A client that asked for none goes on.
     change("clear");
     assert!(own.is_closed() && outward.client.is_closed());
     assert_eq!(plain.read(64 << 10, 512), [7; 512]);

@@ -74,7 +74,7 @@ fn a_copy_that_lacks_what_a_killed_backend_has_answered_is_told_of_once() {
 #[test]
 fn only_images_of_which_something_may_be_left_are_warned_of() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can be somebody else");
+        eprintln!("skipped: only root can run a program as another user");
         return;
     }
     // With the mode that a backend uses.

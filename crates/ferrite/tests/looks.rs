@@ -110,7 +110,7 @@ fn what_is_named_another_format_is_told_what_it_looks_like() {
     }
 }
 
-/// What is not known at all may be a damaged image.
+/// A file that has no known format may be a damaged image.
 #[test]
 fn what_looks_like_nothing_is_damaged_under_the_name_of_a_format() {
     let place = Place::new();
@@ -121,7 +121,7 @@ fn what_looks_like_nothing_is_damaged_under_the_name_of_a_format() {
     }
 }
 
-/// The first sector of a fixed VHD is its guest's, who may write there what he likes.
+/// The first sector of a fixed VHD belongs to the disk: the guest may write anything there.
 #[test]
 fn a_fixed_vhd_is_one_whatever_its_guest_has_written() {
     let place = Place::new();

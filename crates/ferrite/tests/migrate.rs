@@ -88,7 +88,7 @@ fn a_running_disk_moves_to_another_daemon_while_its_guest_writes() {
     load.wait_for_progress();
     load.end();
     lab.detach();
-    // Nobody uses the disk any more: its export ends. The map has gone on there.
+    // The disk is not used any more: its export ends. The map has gone on there.
     let id = there.only().id;
     let done = there.run(&["migrate", "forget", &id]);
     assert!(done.status.success(), "{done:?}");
@@ -110,7 +110,7 @@ fn a_disk_that_moves_onto_a_base_of_the_other_host_stays_as_thin_as_it_was() {
     let load = Load::start(&lab.host, &lab.disk);
     load.wait_for_progress();
     let onto = |base| ["migrate", "web1/xvda", "b", "--name", "web1.qcow2", "--base", base];
-    // What a host has not named is not read by others.
+    // Other hosts read no file that a host has not named.
     lab.fails(&onto("other.qcow2"), "is not one of that host's bases");
     lab.fails(&onto("../base.qcow2"), "is not one of that host's bases");
     lab.fails(&onto("base.qcow2"), "no such file");

@@ -105,7 +105,7 @@ fn each_manual_page_says_what_it_is_in_a_line_and_what_follows_from_it() {
         if number != "5" {
             assert!(section(page, "EXIT STATUS").is_some(), "{file}");
         }
-        // What a page names is a page, or another program's.
+        // Each page that a page names is there, or is another program's.
         for (other, _) in pages.iter().filter(|(other, _)| other != file) {
             let (stem, number) = other.rsplit_once('.').unwrap();
             let stem = stem.replace('-', "\\-");

@@ -131,7 +131,7 @@ fn the_configuration_says_where_a_pool_is_and_that_it_may_be_used() {
         ("pool list lab", "experimental = 3", 2, "true or false"),
         ("pool list lab", "tls = \"/t\"", 2, "plain out"),
         ("pool list other --experimental", allowed, 2, "add [pool.other]"),
-        // What is said on the command line counts alone.
+        // The options of the command line count alone.
         ("pool list lab --etcd http://127.0.0.1:1 --etcd-plain", allowed, 1, "see whether etcd"),
     ] {
         let (got, said) = run(words, more);

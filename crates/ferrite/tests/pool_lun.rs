@@ -188,7 +188,7 @@ fn a_disk_has_a_copy_on_a_lun_and_one_on_a_server_and_either_may_go() {
     assert_eq!(in_sync(&world), 1);
     world.pool.serve("a");
     wait_until("both copies", || in_sync(&world) == 2);
-    // Somebody takes the LUN by hand. The pool says whose the disk is, so its owner takes it back.
+    // An administrator takes the LUN by hand. The pool names the owner of the disk, so the owner takes it back.
     let stolen = world.holder();
     world.ok(B, &["fence", "--records", "/dev/shm/none", "steal", &world.shown()]);
     assert_ne!(world.holder(), stolen);

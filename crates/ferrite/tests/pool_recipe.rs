@@ -43,7 +43,7 @@ impl Lab {
         let dir = TempDir::new_in("/dev/shm").unwrap();
         let (_, section) = PAGE.split_once("\n### Two hosts with a witness\n").unwrap();
         let section = section.split("\n## ").next().unwrap();
-        // The addresses are this machine's, with ports that nobody has.
+        // The addresses are this machine's, with free ports.
         let mut text = section.replace("192.0.2.", "127.0.77.");
         for port in [":2379", ":2380", ":10811"] {
             text = text.replace(port, &format!(":{}", free_port()));
@@ -190,7 +190,7 @@ fn two_hosts_and_a_witness_are_set_up_lose_one_and_replace_it() {
     };
     wait_until("the new server", has_c);
     lab.run(&lab.blocks[6]);
-    // Who has it open has the new copy filled.
+    // A process that has the disk open has the new copy filled.
     let mut user = Host::default();
     let script = "exec ferrite export nbd pool:lab/web1 --socket s 2>log-user";
     user.0.push(lab.shell(script).spawn().unwrap());

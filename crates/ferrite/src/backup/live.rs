@@ -102,7 +102,7 @@ pub(super) fn lock(run: &Path, disk: Vbd) -> Result<File, Failure> {
     }
 }
 
-/// What an interrupted backup of a disk has left.
+/// The rest of an interrupted backup of a disk.
 pub(crate) struct LeftBackup {
     /// The disk's name for people.
     pub(crate) name: String,
@@ -112,7 +112,7 @@ pub(crate) struct LeftBackup {
     pub(crate) folder: PathBuf,
 }
 
-/// What interrupted backups have left of disks that the daemon with this folder serves.
+/// The rests of interrupted backups of disks that the daemon with this folder serves.
 pub(crate) fn left_backups(run: &Path, names: &Names) -> Vec<LeftBackup> {
     let states = States::peek_all(&Paths { run: run.to_owned() }.states());
     let of_state = |state: DiskState| {
@@ -143,7 +143,7 @@ impl Served<'_> {
         DiskError::new(ErrorKind::Refused, what, why, help)
     }
 
-    /// Asks a daemon that may be being started again. What is asked for may be done twice.
+    /// Sends a request to a daemon that may be starting again. It may be executed twice.
     fn ask<T: DeserializeOwned>(
         &self,
         method: &str,

@@ -16,7 +16,7 @@ const USAGE: &str = "cbt-util create -n LOG -s BYTES | \
                      cbt-util set -n LOG [-p UUID] [-c UUID] [-f 0|1] [-s BYTES] | \
                      cbt-util get -n LOG -p | -c | -f | -s | -b | cbt-util coalesce -p PARENT -c CHILD";
 
-/// What a verb does.
+/// The function of a verb.
 type Run = fn(&Given) -> Result<(), Refusal>;
 
 impl From<LogError> for Refusal {

@@ -60,7 +60,7 @@ pub(crate) fn change(run_dir: &Path, path: &Path, change: &Change) -> Result<Opt
     }
 }
 
-/// What the headers and the table of an image say that a disk writes to. `None`: no disk does, so the file says it.
+/// The facts in the headers and the table of an image that a disk writes to. `None`: no disk writes to it.
 ///
 /// # Errors
 /// The worker does not answer.
@@ -68,7 +68,7 @@ pub(crate) fn query(run_dir: &Path, path: &Path) -> Result<Option<Facts>, Refusa
     Ok(query_all(run_dir, &[path])?.pop().flatten())
 }
 
-/// What the headers and tables of several images say that disks write to, in the order of `paths`.
+/// The facts in the headers and tables of several images that disks write to, in the order of `paths`.
 ///
 /// # Errors
 /// A worker does not answer.

@@ -1,8 +1,8 @@
 //! `ferrite disk attach`: has xl attach an image to a guest, in the words that xl has for disks of this daemon.
 //!
 //! xl writes the disk to xenstore, and its script waits until the daemon serves it. So all of xl's rules for a guest
-//! hold, and `xl block-list` and `xl block-detach` know the disk. What xl would refuse in its own words is refused
-//! before, with the next step.
+//! hold, and `xl block-list` and `xl block-detach` know the disk. An attachment that xl would refuse is
+//! refused before, with the next step.
 
 use std::ffi::{OsStr, OsString};
 use std::io;

@@ -54,7 +54,7 @@ pub(crate) struct ExportArgs {
     #[arg(long, conflicts_with = "read_only")]
     pub(crate) shared: bool,
 
-    /// Do not tell clients the name: who asks for the list gets an error.
+    /// Do not tell clients the name: a client that asks for the list gets an error.
     #[arg(long)]
     pub(crate) no_list: bool,
 

@@ -32,7 +32,7 @@ pub(crate) struct PauseArgs {
     #[command(flatten)]
     pub(crate) disk: DiskArg,
 
-    /// Who pauses it, for others who look; the user's name without it.
+    /// The user or program that pauses it, for others who look; by default the name of this user.
     #[arg(long, value_name = "TEXT")]
     pub(crate) by: Option<String>,
 

@@ -26,7 +26,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// A certificate that expires within this time is told of.
 const SOON: Duration = Duration::from_secs(14 * 24 * 3600);
 
-/// What is wrong, and what to do.
+/// An error, and the next step.
 type Fault = (String, String);
 
 /// All exports, and all disks on other servers. Without a daemon there are none.
@@ -93,7 +93,7 @@ fn soon(folder: &Path, side: Side) -> Option<Fault> {
     Some((why, "renew it: docs/access.md says how".to_owned()))
 }
 
-/// What is wrong with a disk on another server. `connected` are this host's connections, once they were read.
+/// The error of a disk on another server. `connected` are this host's connections, once they were read.
 fn of_disk(
     disk: &Disk,
     image: &str,

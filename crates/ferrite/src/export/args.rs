@@ -119,7 +119,8 @@ pub(crate) struct NbdArgs {
     #[command(flatten)]
     pub(crate) network: NetworkArgs,
 
-    /// Do not tell clients the names of the images: who asks for the list gets an error, and has to know the name.
+    /// Do not tell clients the names of the images: a client that asks for the list gets an error, and has to know the
+    /// name.
     #[arg(long)]
     pub(crate) no_list: bool,
 

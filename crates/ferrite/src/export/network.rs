@@ -42,11 +42,12 @@ pub(crate) struct NetworkArgs {
     #[arg(long, value_name = "DIR", requires = "listen")]
     pub(crate) tls: Option<PathBuf>,
 
-    /// Serve clients without a certificate, too: whoever reaches the port reads and writes the disk.
+    /// Serve clients without a certificate, too: every client that reaches the port can read and write the disk.
     #[arg(long, requires = "tls")]
     pub(crate) tls_any_client: bool,
 
-    /// Speak without TLS: whoever reaches the port reads and writes the disk, and others on the way do.
+    /// Speak without TLS: every client that reaches the port can read and write the disk, and so can every host on the
+    /// way.
     #[arg(long, requires = "listen", conflicts_with = "tls")]
     pub(crate) plain: bool,
 }
@@ -86,7 +87,7 @@ pub(crate) fn make_root(args: &NetworkArgs) -> std::io::Result<()> {
     }
 }
 
-/// Listens. Nobody is served yet.
+/// Listens. No client is served yet.
 pub(crate) fn listen(args: &NetworkArgs) -> Result<Option<Network>, Failure> {
     if args.listen.is_empty() {
         return Ok(None);

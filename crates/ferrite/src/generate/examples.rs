@@ -1,4 +1,4 @@
-//! What manual pages have besides a command's own description: examples, files, exit codes, and where to read on.
+//! The parts of manual pages besides a command's own description: examples, files, exit codes, and where to read on.
 
 /// A term and its meaning.
 type Terms = &'static [(&'static str, &'static str)];
@@ -6,7 +6,7 @@ type Terms = &'static [(&'static str, &'static str)];
 /// The further sections of a page.
 #[derive(Clone, Copy)]
 pub(super) struct Topic {
-    /// What a command line does, and the line.
+    /// The purpose of a command line, and the line.
     pub(super) examples: Terms,
     pub(super) files: Terms,
     pub(super) environment: Terms,
@@ -452,7 +452,7 @@ fn examples_of_images(name: &str) -> Terms {
             "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",
         )],
         "ferrite-fence" | "ferrite-fence-status" => {
-            &[("Show who has a LUN.", "ferrite fence status /dev/mapper/mpatha")]
+            &[("Show which host has a LUN.", "ferrite fence status /dev/mapper/mpatha")]
         }
         "ferrite-fence-steal" => {
             &[("Take a LUN whose host is gone.", "ferrite fence steal /dev/mapper/mpatha")]

@@ -335,7 +335,7 @@ fn without_repair(image: &Checked) -> String {
     format!("nothing in it can be repaired: restore it from a backup{by_raw}")
 }
 
-/// `check -r`: repairs what is in the scope. What is left is found by the check that follows.
+/// `check -r`: repairs the findings in the scope. The check that follows shows the rest.
 fn repair_first(tools: &ImageTools<'_>, name: &ImageName, scope: Scope) -> Result<(), Failure> {
     let before = tools.repair(name, false)?.before;
     let only_leaks = before.counts.mendable <= before.counts.leaks && before.counts.damage == 0;

@@ -73,7 +73,7 @@ impl Image {
     }
 }
 
-/// What a qcow2 image has besides.
+/// The further properties of a qcow2 image.
 fn specific(layer: &LayerInfo) -> Option<Value> {
     let compat = match layer.kind.as_deref() {
         Some("version 2") => "0.10",

@@ -78,7 +78,7 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
     if let Some(bytes) = layer.allocated_bytes {
         line("allocated", Human(bytes).to_string());
     }
-    // What a server has on its storage, nobody knows here.
+    // This host does not know how much storage a server uses.
     if layer.format != Format::Nbd.name() {
         let (file, disk) = (Human(layer.file_bytes), Human(layer.disk_bytes));
         line("file", format!("{file}, {disk} on disk"));

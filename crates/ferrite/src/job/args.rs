@@ -110,8 +110,8 @@ pub(crate) struct MirrorArgs {
     #[arg(long)]
     pub(crate) switch: bool,
 
-    /// Go on with the target of a mirror that a power cut or a shutdown of the guest has ended: copy only what it lacks. The
-    /// target must not have been written by anyone else since.
+    /// Go on with the target of a mirror that a power cut or a shutdown of the guest has ended: copy only what it
+    /// lacks. No other program may have written to the target since.
     #[arg(long)]
     pub(crate) resume: bool,
 

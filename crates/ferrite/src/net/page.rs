@@ -28,7 +28,7 @@ const BARS: [(Stage, &str, &str); 7] = [
     (Stage::TxNotified, "#999999", "sender notified"),
 ];
 
-/// Who does something at a stage.
+/// The parties, with the stages of each.
 const LANES: [(&str, &[(Stage, &str)]); 3] = [
     ("receiver", &[(Stage::RxConsumed, "seen to consume")]),
     (

@@ -1,4 +1,5 @@
-//! Tells etcd that a server is there: a key with a lease. It says who seems alive, and no more (R4, R5 do not rest on it).
+//! Tells etcd that a server is there: a key with a lease. The key says which servers seem alive,
+//! and no more (R4, R5 do not rest on it).
 
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -21,7 +22,7 @@ const LEASE_S: u32 = 10;
 /// The pause between two looks. Three of them fit in a lease.
 const PAUSE: Duration = Duration::from_secs(3);
 
-/// What is told, and to whom.
+/// The content of an announcement, and the etcd that gets it.
 pub(super) struct Announcement {
     pub(super) endpoints: Vec<String>,
     pub(super) tls: Option<PathBuf>,
@@ -102,7 +103,7 @@ fn clean_up(cluster: &Cluster, of: &Announcement, limit: &SharedLogLimit) {
         removed.is_ok()
     };
     if let Err(e) = clean(cluster, Id(of.pool), &of.name, remove) {
-        limited!(warn, limit, SystemClock.now_ns(), "files that nobody needs stay: {e}");
+        limited!(warn, limit, SystemClock.now_ns(), "files of removed copies stay: {e}");
     }
 }
 

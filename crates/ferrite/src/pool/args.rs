@@ -230,7 +230,7 @@ pub(crate) struct AddLunArgs {
     pub(crate) name: String,
     /// Its block device, or multipath's device of it.
     pub(crate) device: PathBuf,
-    /// What it fails with. Copies of a part are on different arrays.
+    /// The array that it fails with. Copies of a part are on different arrays.
     #[arg(long, value_name = "NAME", value_parser = name, default_value = "luns")]
     pub(crate) array: String,
     /// Take it also if there is something on it.

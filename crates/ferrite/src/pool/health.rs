@@ -7,12 +7,12 @@ use ferrite_pool_map::{Access, State};
 
 use super::status::Status;
 
-/// What was found out about a pool.
+/// A finding about a pool.
 pub(crate) struct Finding {
     /// Whether there is nothing to do.
     pub(crate) is_good: bool,
     pub(crate) found: String,
-    /// What follows from it, or what to do.
+    /// The consequence, or the next step.
     pub(crate) means: String,
 }
 

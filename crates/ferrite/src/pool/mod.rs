@@ -67,7 +67,7 @@ pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
             let had_owner = pool.steal(&of.disk.disk).map_err(|e| failed("take the disk", &e))?;
             say.say(&Stolen { had_owner }, |stolen| match stolen.had_owner {
                 true => "its owner has lost it\n".to_owned(),
-                false => "nobody has it\n".to_owned(),
+                false => "it had no owner\n".to_owned(),
             })
         }
     }

@@ -89,7 +89,7 @@ pub(super) fn run(of: &PoolArgs, args: &OwnArgs) -> Result<(), Failure> {
                     Ok(())
                 }
                 Err(fault) => {
-                    // Whoever has started it tells of it, once: a process is started for each of their attempts.
+                    // The starter reports the fault, once: it starts a process for each of its attempts.
                     refuse_links(&control, &fault);
                     std::process::exit(1)
                 }

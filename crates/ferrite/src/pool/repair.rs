@@ -52,7 +52,7 @@ pub(super) fn run(args: &PoolArgs, of: &DiskName, say: &Say) -> Result<(), Failu
             next = Instant::now() + OPEN_AGAIN;
             match open(&name) {
                 Ok(disk) => own = Some(disk),
-                // Somebody else has it and fills them, or its servers are away.
+                // Another process has the disk open and fills the copies, or its servers are away.
                 Err(fault) if fault.passes && why == fault.why => {}
                 Err(fault) if fault.passes => {
                     eprintln!("{}", fault.why);

@@ -145,7 +145,7 @@ fn serve(server: &Server, clients: &Clients, stop: &Waker) {
     }
 }
 
-/// The next connection, and who that is.
+/// The next connection, and a description of its client.
 fn take(clients: &Clients, i: usize) -> std::io::Result<Option<(OwnedFd, String)>> {
     match clients {
         Clients::Plain(listeners) => accept(&listeners[i]),

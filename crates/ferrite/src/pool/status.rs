@@ -36,7 +36,7 @@ struct ServerStatus {
     address: Option<String>,
     drained: bool,
     free_bytes: Option<u64>,
-    /// What may be promised to new copies.
+    /// The room for new copies.
     room_bytes: Option<u64>,
     copies: usize,
 }

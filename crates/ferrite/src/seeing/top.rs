@@ -92,8 +92,8 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
 }
 
-/// Ends the program when its terminal is gone. crossterm reads the end of a terminal again and again and never returns,
-/// and SIGHUP does not come where it is ignored (under nohup), so a thread waits for the hangup itself.
+/// Ends the program when its terminal is gone. crossterm reads the end of a terminal again and again and never returns.
+/// SIGHUP does not come where it is ignored (under nohup). So a thread waits for the hangup itself.
 fn end_with_terminal() {
     std::thread::spawn(|| {
         let stdin = io::stdin();

@@ -53,7 +53,7 @@ pub(crate) enum StoreCommand {
     Rollback(RollbackArgs),
     /// Delete a volume or snapshot, at once. Its clones stay as they are.
     Delete(VolumeArg),
-    /// Give a volume or snapshot another name. What was made from it stays as it is.
+    /// Give a volume or snapshot another name. Its snapshots and clones stay as they are.
     Rename(RenameArgs),
     /// Make a volume larger or smaller. Takes no time, copies nothing; its snapshots keep their size.
     Resize(ResizeArgs),

@@ -197,7 +197,7 @@ impl Drop for Serving {
 /// The server of commands on one store.
 pub(crate) struct CommandServer(Arc<What>);
 
-/// What the threads share.
+/// The shared data of the threads.
 struct What {
     key: StoreKey,
     engine: EngineFactory,

@@ -158,7 +158,7 @@ fn a_raw_disk_goes_on_in_a_leaf_and_a_guest_that_is_started_again_has_that() {
     let refused = lab.fails(&["disk", "coalesce", "web1/xvda", "--from", &leaf], "raw");
     assert!(refused.contains("help: "), "{refused}");
     assert_eq!(client.read(at, 4096), [2; 4096]);
-    // What the lab expects there.
+    // The lab expects zeros there.
     client.write(at, &[0; 4096]);
     drop(client);
     load.end();
@@ -283,7 +283,7 @@ fn a_change_whose_daemon_dies_leaves_the_disk_as_it_was_and_can_be_made_again() 
     lab.end();
 }
 
-/// What the dead daemon has begun may be in the way for a while.
+/// The change that the dead daemon has begun may be in the way for a while.
 #[test]
 fn the_next_daemon_tries_again_to_end_the_pause_of_a_change() {
     let mut lab = Lab::new(&["a.img"]);

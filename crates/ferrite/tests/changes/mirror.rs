@@ -105,7 +105,7 @@ fn a_disk_moves_to_the_target_of_its_mirror_while_its_guest_writes() {
     // The disk's maps move with it.
     assert_eq!(maps(&lab, "t.qcow2"), ["nightly"]);
     assert_eq!(maps(&lab, "a.qcow2"), ["nightly"]);
-    // What the guest reads from here on is the target's.
+    // The guest reads from the target from here on.
     load.wait_for_progress();
     load.end();
     end_with(lab, "t.qcow2");
@@ -172,7 +172,7 @@ fn a_target_on_the_same_base_gets_only_what_differs_from_it() {
     let target = lab.image("t.qcow2");
     std::fs::remove_file(&target).unwrap();
     lab.does(&["image", "clone", &lab.image("base.qcow2"), &target]);
-    // What the base has and the disk has not any more has to be written.
+    // Blocks that the base has, and the disk has not any more, have to be written.
     lab.does(&["mirror", "web1/xvda", &target, "--compare"]);
     load.wait_for_progress();
     load.end();
@@ -183,7 +183,7 @@ fn a_target_on_the_same_base_gets_only_what_differs_from_it() {
     assert_eq!(lab.layer_of_the_bases_own(&target), 1);
 }
 
-/// What is in /run is lost, as by a power cut, and the guest is started again.
+/// All files in /run are lost, as by a power cut, and the guest is started again.
 fn lose_memory(lab: &mut Lab) {
     lab.detach();
     for folder in ["disks", "jobs", "mirrors", "images"] {
@@ -214,7 +214,7 @@ fn a_mirror_goes_on_after_the_loss_of_memory_and_copies_only_what_the_target_lac
     lab.does(&["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume"]);
     load.wait_for_progress();
     load.end();
-    // The end of the mirror ends its map, and then nobody knows what the target lacks.
+    // The end of the mirror ends its map, and then no map says what the target lacks.
     lab.does(&["job", "cancel", "1"]);
     wait_until("the end", || ended(&lab, 1).phase == JobPhase::Cancelled);
     assert_eq!(maps(&lab, "a.qcow2"), [""; 0]);
@@ -495,7 +495,7 @@ fn only_a_target_that_no_worker_has_had_is_written_before_its_server_was_quiet_f
         std::fs::write(&source, vec![7; 1 << 20]).unwrap();
         MirrorFile::create(&map, 1 << 20).unwrap().set_fresh(is_fresh).unwrap();
         if opened_before {
-            // A worker that was killed before it copied anything. What it has sent could come late.
+            // A worker that was killed before it copied anything. Its writes could come late.
             let options = OpenOptions::default();
             let disk = Disk::open(&format!("raw:{source}"), &options).unwrap();
             let target = ImageName::parse(&target).unwrap();

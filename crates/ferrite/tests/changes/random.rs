@@ -59,7 +59,7 @@ struct Story {
     files: u32,
     bytes: u64,
     programs: Vec<PathBuf>,
-    /// What has happened, for who looks for a failure.
+    /// The changes so far, for the message of a failure.
     said: Vec<String>,
 }
 
@@ -252,7 +252,7 @@ impl Story {
         let done = self.run(&[&words[..], &["--background", "--speed", "2M"]].concat(), None);
         assert!(done.status.success(), "{done:?}");
         self.settle_client();
-        // What a job has refused is as before.
+        // A change that is refused because of a job changes nothing.
         match self.random.below(4) {
             0 => drop(self.run(&["job", "list"], victim)),
             1 => drop(self.run(&["disk", "resize", "web1/xvda", "+1M"], victim)),
@@ -296,7 +296,7 @@ impl Story {
             assert!(done.status.success() || victim == Some(Victim::Command), "{done:?}");
         }
         self.settle();
-        // Nobody has the others.
+        // No disk has the other files.
         if self.lab.leaf == old {
             std::fs::remove_file(&new).unwrap();
         } else {
@@ -345,7 +345,7 @@ impl Story {
             assert!(are_all(block, stamps[i]), "client's block {i}");
         }
         chain.sort();
-        // What a merge that was cancelled has copied is noted beside the lower end, for the next one.
+        // A merge that was cancelled has noted its progress beside the lower end, for the next one.
         let is_note = |file: &String| {
             let image = file.split(".ferrite-merge.partial.json").next().unwrap();
             image != file && chain.iter().any(|name| name == image)

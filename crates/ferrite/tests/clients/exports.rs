@@ -497,7 +497,7 @@ const USER: u32 = 65534;
 #[test]
 fn a_user_may_export_what_takes_no_journal_and_is_told_who_may_export_the_rest() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can be somebody else");
+        eprintln!("skipped: only root can run a program as another user");
         return;
     }
     // With the mode that a backend uses.

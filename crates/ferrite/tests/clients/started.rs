@@ -164,7 +164,7 @@ fn by_user(mut command: Command, runtime: &Path) -> Command {
 #[test]
 fn a_users_killed_export_has_lost_nothing_when_that_user_starts_it_again() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can be somebody else");
+        eprintln!("skipped: only root can run a program as another user");
         return;
     }
     for name in ["disk.qcow2", "disk.vhd"] {
@@ -194,7 +194,7 @@ fn a_users_killed_export_has_lost_nothing_when_that_user_starts_it_again() {
 #[test]
 fn a_folder_that_others_may_write_to_keeps_no_journal() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can be somebody else");
+        eprintln!("skipped: only root can run a program as another user");
         return;
     }
     let place = Place::new("disk.qcow2");

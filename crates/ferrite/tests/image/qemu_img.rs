@@ -349,7 +349,7 @@ fn snapshots_inside_are_listed_with_their_dates() {
     place.fails(1, &["snapshot", "-l", "base.vhd"]);
 }
 
-/// What each command leaves is in order for qemu-img, and reads as before.
+/// The image that each command leaves is in order for qemu-img, and reads as before.
 #[test]
 fn images_with_subclusters_go_through_all_commands() {
     let place = Place::new();

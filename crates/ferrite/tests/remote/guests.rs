@@ -11,7 +11,8 @@ use crate::deep;
 use crate::far::{At, Far, Server, free_port};
 use crate::tls::Pki;
 
-/// With another's server each successor would wait for `drain_s`, here a day: it is told to ours who uses the disk.
+/// With a server of another program each successor would wait for `drain_s`, here a day. Our server is told which
+/// client uses the disk.
 #[test]
 fn a_disk_on_our_server_survives_its_worker_keeper_and_daemon_and_its_server() {
     let mut far = Far::new(&[]);
@@ -98,7 +99,7 @@ fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not
     assert!(why.contains("does not allow disks of the server 192.0.2.1:10809"), "{why}");
     assert!(help.contains("add \"192.0.2.1:10809\" to servers below [nbd]"), "{help}");
     far.host.detach(&elsewhere);
-    // The same for a pool of a cluster, before anybody reads the files that the name names.
+    // The same for a pool of a cluster, before any process reads the files that the name names.
     let elsewhere = far.host.attach(1, 2, "aio:rbd:p/i?conf=/nonexistent");
     let failed = far.host.wait_for_phase(&elsewhere, PhaseName::Failed);
     let help = failed.help.unwrap();
@@ -151,7 +152,7 @@ fn a_guest_waits_for_a_server_that_is_stopped_killed_or_ends_by_itself() {
     };
     let Some(server) = serve(&[]) else { return };
     let (disk, load) = far.load(&far.uri("kit", "&deadline_s=1&drain_s=1"));
-    // Only who gives the stopped one up gets to the next one. The first never executes what it has.
+    // Only a client that gives the stopped server up gets to the next one. The first never executes what it has.
     server.signal(Signal::STOP);
     let next = serve(&[]).unwrap();
     load.wait_for_progress();

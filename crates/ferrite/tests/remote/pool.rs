@@ -45,7 +45,7 @@ fn a_guest_loses_nothing_when_a_server_or_any_process_of_its_disk_is_killed() {
     far.restart();
     load.wait_for_progress();
     assert_eq!(load.errors(), 0);
-    // What the toolstack writes names the pool alone.
+    // The name that the toolstack writes may not say where etcd is.
     let elsewhere = far.host.attach(
         1,
         1,

@@ -151,7 +151,7 @@ fn what_we_write_is_what_others_read_and_the_other_way() {
     let name = cluster.name("content", "");
     ok(&["image", "convert", "-n", &file, &name]);
     assert!(cluster.content("content") == first, "rbd export has something else");
-    // What nobody has written has no objects, and reads as zeros.
+    // Ranges without writes have no objects, and read as zeros.
     cluster.rbd(&["snap", "create", "--no-progress", &format!("{POOL}/content@s")]);
     let file = write_file(&dir, "second", &second);
     ok(&["image", "convert", "-n", &file, &name]);
@@ -408,7 +408,7 @@ fn an_image_that_cannot_be_served_is_refused_with_what_to_do() {
     assert!(said.contains("has no pool none"), "{said}");
     let said = try_to_serve(&format!("rbd:p/i?conf={}&id=nobody", conf.display()));
     assert!(said.contains("id=NAME"), "{said}");
-    // Nobody listens at the monitor's port: an error, before the client gives up.
+    // No process listens at the monitor's port: an error, before the client gives up.
     let text = fs::read_to_string(&conf).unwrap();
     let port = far::free_port();
     let dead: String = text

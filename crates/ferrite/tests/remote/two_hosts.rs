@@ -188,7 +188,7 @@ fn serve(cable: &Cable, pki: &Pki, image: &std::path::Path) -> Server {
     Server::start(command, At::From(&cable.guests, DISKS, PORT)).unwrap()
 }
 
-/// It would wait for a day before anything is sent again, if our server were not told who comes back.
+/// It would wait for a day before anything is sent again, if our server were not told which client comes back.
 const FENCED: &str = "&drain_s=86400";
 
 #[test]
@@ -230,8 +230,8 @@ fn a_server_that_is_stopped_for_longer_than_its_deadline_is_a_pause_for_the_gues
     two.end();
 }
 
-/// A guest's disk is on nbdkit, which does not know whose connections it has. What they had not sent when they were given
-/// up would be executed behind newer writes, if the kernel went on to send it.
+/// A guest's disk is on nbdkit, which does not know which client its connections are of. Requests that were not sent
+/// when a connection was given up would be executed behind newer writes, if the kernel went on to send them.
 fn lost_bytes_stay_lost(name: &str, has_tls: bool) {
     let (Some(cable), Some(pki)) = (Cable::new(name), Pki::new()) else { return };
     if installed("ss", Command::new("ss").arg("-V").output()).is_none() {

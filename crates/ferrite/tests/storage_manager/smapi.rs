@@ -83,7 +83,7 @@ fn a_repository_is_made_attached_used_and_destroyed_as_xapi_does_it() {
     assert_eq!(repository.call("SR.detach", json!({})).unwrap(), Value::Null);
 }
 
-/// What is not mounted looks like a folder without volumes, and XAPI would forget all of them.
+/// A file system that is not mounted looks like a folder without volumes, and XAPI would forget all of them.
 #[test]
 fn a_folder_that_is_not_the_repository_is_not_attached() {
     let host = Host::new();
@@ -274,7 +274,7 @@ fn an_image_that_cannot_be_read_is_still_a_volume_and_keeps_what_may_be_below_it
     assert_eq!(repository.ls(), set([&disk, &snapshot]));
     repository.on("Volume.destroy", &snapshot).unwrap();
     assert_eq!(repository.ls(), set([&disk]));
-    // What it stands on is still there, so that the image can be restored.
+    // Its parent is still there, so that the image can be restored.
     fs::write(&path, whole).unwrap();
     assert_eq!(repository.read(&disk), 0);
     fs::write(&path, "broken").unwrap();
@@ -570,7 +570,7 @@ fn a_disk_is_served_between_activate_and_deactivate_of_its_last_domain() {
     on("Datapath.deactivate", "3");
     on("Datapath.detach", "3");
     assert_eq!(read_by(&answer), 9);
-    // What was attached is known after the end of all programs.
+    // The attached disk is known after the end of all programs.
     drop(daemon);
     daemon = Daemon::start(&host);
     assert_eq!(on("Datapath.attach", "u0-copy"), answer);

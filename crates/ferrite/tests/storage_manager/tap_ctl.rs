@@ -212,7 +212,7 @@ fn the_exit_code_is_the_errno_of_what_went_wrong() {
     assert_eq!(output.status.code(), Some(71), "no such socket");
     assert!(text(&output.stderr).contains("systemctl start ferrite"));
     drop(UnixListener::bind(program.dir.path().join("control.sock")).unwrap());
-    assert_eq!(program.call("list").status.code(), Some(71), "nobody listens");
+    assert_eq!(program.call("list").status.code(), Some(71), "no process listens");
     for line in ["list -p x", "destroy -p 1", "list --frobnicate", "open -p 1 -m 2"] {
         assert_eq!(program.call(line).status.code(), Some(22), "{line}");
     }

@@ -182,7 +182,7 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
         (vec![40, 47], 304)
     );
     logs.fails(&format!("set -n log -s {}", 64 * MIB), 22);
-    // What is there is overwritten.
+    // `create` overwrites a log.
     logs.says(&format!("create -n log -s {MIB}"), "");
     assert_eq!(fs::metadata(logs.path("log")).unwrap().len(), 50);
     for (line, errno) in [
@@ -332,7 +332,7 @@ fn a_log_that_does_not_fit_is_refused_and_the_tap_opens_without_it() {
     fs::rename(logs.path("away"), &log).unwrap();
     tap.says("pause", "");
     assert_eq!((logs.bits("log"), logs.is_consistent("log")), (vec![0, 1], true));
-    // One that is removed is asked for by nobody.
+    // The verbs need no log that was removed.
     tap.says("unpause", &format!("-c {log}"));
     client.write(0, &[3; 512]);
     fs::remove_file(&log).unwrap();
@@ -528,7 +528,7 @@ fn targets_that_do_not_fit_are_failed_mirrors_and_nothing_more() {
         let (near, far) = server(&greeting(4 * MIB + 100));
         pass_target(&source, "answers-nothing-good", &near);
         let mut far = far;
-        // A reply that nobody has asked for.
+        // A reply without a request.
         far.write_all(&[7; 16]).unwrap();
         far
     };
@@ -540,7 +540,7 @@ fn targets_that_do_not_fit_are_failed_mirrors_and_nothing_more() {
         drop(far);
         fails(name);
     }
-    // What is no connection.
+    // A descriptor that is no connection.
     let file = fs::File::open("/dev/zero").unwrap();
     pass(&daemon, &format!("nbdclient{}", source.pid), "file", file.as_fd());
     fails("file");

@@ -415,7 +415,7 @@ fn a_chain_is_merged_in_the_order_of_the_storage_manager() {
     tools.fails(2, "coalesce -n leaf.vhd");
 }
 
-/// What is below the parent is not needed, and may be another image by now.
+/// The image below the parent is not needed, and may be another one by now.
 #[test]
 fn an_image_is_merged_although_what_is_below_its_parent_is_missing() {
     let tools = Tools::new();
@@ -491,7 +491,7 @@ fn the_hash_of_a_key_is_kept_and_inherited() {
     tools.vhd(&format!("key -s -n a.vhd -N {nonce} -H {hash}"));
     assert_eq!(tools.vhd("key -p -n a.vhd"), format!("{} {hash}\n", nonce.to_lowercase()));
     assert_eq!(tools.vhd("key -p -n b.vhd"), format!("{} {hash}\n", "00".repeat(32)));
-    // What an encrypted image has is not looked into.
+    // The data of an encrypted image are not interpreted.
     tools.vhd("set -n b.vhd -f hidden -v 1");
     tools.vhd("coalesce -n b.vhd");
     tools.vhd("modify -n b.vhd -p a.vhd");

@@ -344,7 +344,7 @@ fn a_volume_is_resized_and_renamed_and_what_was_made_of_it_stays_as_it_is() {
         (&resized["done"], &resized["volume"]["virtual_bytes"]),
         (&"resized".into(), &(8 * MIB).into())
     );
-    // What would be lost has to be allowed.
+    // The loss of data has to be allowed.
     for (of, args) in
         [("store", ["resize", "s#web", "2M"]), ("image", ["resize", "store:s#web", "2M"])]
     {

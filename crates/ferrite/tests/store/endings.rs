@@ -125,7 +125,7 @@ fn without_rights_nothing_is_made_and_nothing_is_shown() {
         &["stats", "s"],
     ] {
         let Some((code, text)) = as_nobody(&place, args) else {
-            eprintln!("skipped: only root can be somebody else");
+            eprintln!("skipped: only root can run a program as another user");
             return;
         };
         if code == 126 || code == 127 || text.contains("setpriv:") {

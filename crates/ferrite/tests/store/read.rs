@@ -84,7 +84,7 @@ fn a_second_export_reads_a_snapshot_through_the_first_and_holds_it() {
     assert_eq!(copy.call(command::WRITE, 0, 0, 512, &[1; 512]).error, EPERM);
     let extents = copy.call(command::BLOCK_STATUS, 0, 0, 8 << 20, &[]).extents;
     assert_eq!(extents[..2], [(1 << 20, 3), (3 << 20, 0)]);
-    // Who reads it is named, and everything else goes on.
+    // The message names the reader, and everything else goes on.
     let said = world.fails(4, &["delete", "s#s1"]);
     assert!(said.contains(&format!("process {} reads it", reader.0.id())), "{said}");
     client.write(0, &data(0x20, MIB));

@@ -228,13 +228,13 @@ fn what_is_damaged_does_not_fit_or_is_no_snapshot_says_so() {
     let owner = world.export();
     assert!(world.not_received(4, &stream, &["s#new"]).contains("only one process"));
     end(owner, Signal::TERM);
-    // Nobody reads what is sent.
+    // No program reads the stream.
     let mut send = world.command(&["send", "s#large1"]);
     let mut send = send.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(send.stdout.take());
     let output = send.wait_with_output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.code() == Some(1) && said.contains("nobody reads"), "{said}");
+    assert!(output.status.code() == Some(1) && said.contains("no program reads"), "{said}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Certificates, an export by TLS, and those who talk with it.
+//! Certificates, an export by TLS, and its clients.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};

@@ -60,8 +60,8 @@ impl Host {
         (output.status.code(), String::from_utf8(output.stdout).unwrap())
     }
 
-    /// Calls a plug-in: the result, or the error. Python takes several times as long as what it runs: with each commit
-    /// the first call of each plug-in is by its file, and the others run what that runs.
+    /// Calls a plug-in: the result, or the error. Python takes several times as long as the program that it
+    /// runs. So with each commit only the first call of each plug-in is by its file, and the others run that program.
     pub(crate) fn call(&self, folder: &str, name: &str, params: &Value) -> Result<Value, Fault> {
         static CALLED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
         let program = plugins().join(folder).join(name);

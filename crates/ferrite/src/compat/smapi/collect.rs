@@ -117,7 +117,7 @@ fn candidate(
         }
     }
     let Some(parents) = images.parents(&keys, &hidden)? else { return Ok(None) };
-    // What a cancelled job has left in a chain is one of ours from now on.
+    // An image that a cancelled job has left in a chain is one of ours from now on.
     for key in parents.values().filter(|key| is_of_job(key)) {
         if images.folder.record(key)?.is_none() {
             images.folder.set_record(key, &Record::hidden())?;

@@ -81,7 +81,7 @@ pub(super) fn answer(call: &Call, name: &str) -> Option<Result<Value, Fault>> {
                     .map(|()| Value::Null)
                     .map_err(|e| Fault::of_io(format!("cannot remove {}", marker.display()), e));
             }
-            // A job is kept for a day. What goes on ends here.
+            // The record of a job is kept for a day. A job that goes on ends here.
             match job(run, &of) {
                 Ok(job) if !job.phase.has_ended() => cancel(run, &of),
                 _ => Ok(Value::Null),

@@ -81,7 +81,7 @@ fn open(params: OpenParams) -> Result<Value, Fault> {
     }
 }
 
-/// What a domain does with a disk.
+/// The access of a domain to a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Access {
     All,
@@ -141,7 +141,7 @@ impl Datapath<'_> {
         self.taps.sockets().join(LINKS).join(SCHEME).join(id)
     }
 
-    /// The process and number of a URI's tap. What a death has taken away is made again.
+    /// The process and number of a URI's tap. A tap that a death has removed is made again.
     fn tap(&self, held: &Held, disk: &mut Disk, image: &Image) -> Result<Tap, Fault> {
         let rows = self.taps.list()?;
         let row = rows.iter().find(|row| row.minor == Some(disk.minor));

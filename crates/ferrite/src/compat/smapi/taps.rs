@@ -92,7 +92,7 @@ pub(super) struct TapError {
 }
 
 impl TapError {
-    /// Nobody could say which taps there are.
+    /// No daemon has said which taps there are.
     pub(super) fn is_no_daemon(&self) -> bool {
         self.errno == EPROTO
     }
@@ -153,7 +153,7 @@ pub(super) struct TapCtl<'a> {
 }
 
 impl TapCtl<'_> {
-    /// Runs a verb. What it prints is a line, or the lines of `list`.
+    /// Runs a verb, and returns its output: a line, or the lines of `list`.
     fn run(&self, verb: &str, args: &[&str]) -> Done<String> {
         let failed = |errno, why: &str| TapError { errno, why: format!("tap-ctl {verb}: {why}") };
         let mut command = Command::new("/proc/self/exe");
@@ -252,7 +252,7 @@ impl Taps for TapCtl<'_> {
 
     fn list(&self) -> Done<Vec<Row>> {
         let listed = self.run("list", &[]).map_err(|e| match e.errno {
-            // Nobody listens on the daemon's socket, or there is none.
+            // No process listens on the daemon's socket, or there is none.
             ENOENT | ECONNREFUSED => TapError { errno: EPROTO, ..e },
             _ => e,
         })?;

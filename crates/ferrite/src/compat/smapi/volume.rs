@@ -271,7 +271,7 @@ fn change_repository(
     Ok(Value::Null)
 }
 
-/// What a volume is copied to.
+/// The kind of a copy of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Copied {
     Clone,
@@ -311,7 +311,7 @@ impl Plugin<'_> {
             let mut volumes = Vec::new();
             for key in folder.keys()? {
                 match record(folder, &key).and_then(|record| volume(images, &key, record)) {
-                    // What was destroyed meanwhile, or is hidden.
+                    // The volume was destroyed meanwhile, or is hidden.
                     Err(fault) if fault.kind == Kind::VolumeDoesNotExist => {}
                     described => volumes.push(described?),
                 }
@@ -385,7 +385,7 @@ impl Plugin<'_> {
         folder.set_record(key, &Record::hidden())?;
         let made = image().and_then(|()| folder.set_record(key, &record));
         if made.is_err() {
-            // What is left is hidden, and the next call removes it if this one cannot.
+            // The image is hidden. The next call removes it if this one cannot.
             let _ = images.sweep();
         }
         made.and_then(|()| as_json(volume(images, key, record)?))

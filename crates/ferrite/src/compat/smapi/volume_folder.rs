@@ -2,7 +2,7 @@
 //!
 //! The images are the files whose names end in `.vhd` or `.qcow2`; the name is the volume's key. The folder `.smapi` has a
 //! file of the repository, `sr.json`, and one for each volume, `KEY.json`: name, description, keys. An image without one
-//! is a volume, too, so folders of images can be taken over. Which image stands on which is in the images.
+//! is a volume, too, so folders of images can be taken over. The images name their parents.
 //!
 //! An image whose file says `hidden` is no volume. Each call that makes or removes images says so first:
 //! 1. The file says `hidden`, durably.

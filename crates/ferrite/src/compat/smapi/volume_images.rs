@@ -25,7 +25,7 @@ use crate::serve::{IMAGES, RUN_DIR};
 
 /// The bits of a mode by which an image must not be written.
 const WRITERS: u32 = 0o222;
-/// The bit of the one who has it.
+/// The bit of the file's owner.
 const OWNER: u32 = 0o200;
 /// The name of an image's list of children in other folders has this suffix.
 const CHILDREN_ELSEWHERE: &str = ".ferrite-children";
@@ -92,7 +92,7 @@ impl Images<'_> {
         Ok(())
     }
 
-    /// The mode of an image says that nobody writes it.
+    /// Says by the mode of an image that it is not written to.
     pub(super) fn protect(&self, key: &str) -> Result<(), Fault> {
         self.set_protected(key, true)
     }

@@ -275,7 +275,7 @@ impl Daemon {
 impl From<ClientError> for Refusal {
     fn from(e: ClientError) -> Refusal {
         let errno = match &e {
-            // It is this user who may not, whether a daemon runs or not.
+            // This user may not, whether a daemon runs or not.
             ClientError::Unreachable(e) if e.kind() == io::ErrorKind::PermissionDenied => {
                 let why = "this user may not drive taps; run it as root".to_owned();
                 return Refusal { errno: Errno::ACCESS, why };

@@ -112,7 +112,7 @@ pub(super) fn free(daemon: &Daemon, minor: u32) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Allocates, spawns, attaches and opens. What was done is taken back if a later step fails.
+/// Allocates, spawns, attaches and opens. If a later step fails, the earlier ones are undone.
 pub(super) fn create(daemon: &Daemon, options: &Options) -> Result<(), Refusal> {
     let (minor, path) = allocated(daemon)?;
     let made = spawned(daemon).and_then(|pid| {
@@ -152,7 +152,7 @@ pub(super) fn stats(daemon: &Daemon, (_, minor): (u32, u32)) -> Result<(), Refus
     Ok(())
 }
 
-/// An image as tapdisk describes it. What is not read from a parent is the leaf's.
+/// An image as tapdisk describes it. The leaf's figures have all that is not read from a parent.
 fn image(args: &str, hits: [u64; 2], fail: [u64; 2]) -> Option<Value> {
     let (kind, path) = args.split_once(':')?;
     let number = TYPES.iter().find(|(name, _)| *name == kind).map(|(_, number)| number);

@@ -4,7 +4,7 @@
 //! no lock and refuse no image that is in use.
 //!
 //! A verb is a [`Verb`] in a file of its group: its letters as for getopt, its usage, and the function that does it.
-//! What it prints is collected and written when it ends, so that a refusal does not tear a line.
+//! The output of a verb is collected and written at its end, so that a refusal does not tear a line.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write as _};

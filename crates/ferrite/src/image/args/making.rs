@@ -103,7 +103,7 @@ pub(crate) struct InnerArgs {
     #[arg(short = 'c', value_name = "NAME")]
     pub(crate) create: Option<OsString>,
 
-    /// Make the disk what it was at the snapshot inside of it with this name or identifier. What it is now is lost.
+    /// Make the disk what it was at the snapshot inside of it with this name or identifier. Its present state is lost.
     #[arg(short = 'a', value_name = "NAME")]
     pub(crate) apply: Option<OsString>,
 

@@ -80,7 +80,7 @@ fn columns_sort_and_turn_and_go_round() {
     assert_eq!(order(&view), ["1", "3", "2"]);
     view.follow(Wish::Reverse);
     (0..5).for_each(|_| view.follow(Wish::Sort(1)));
-    assert_eq!(order(&view), ["3", "2", "1"], "by p50, and who has none last");
+    assert_eq!(order(&view), ["3", "2", "1"], "by p50, disks without one last");
     (0..10).for_each(|_| view.follow(Wish::Sort(1)));
     assert_eq!(order(&view), ["1", "2", "3"], "by name again");
     view.follow(Wish::Sort(-1));

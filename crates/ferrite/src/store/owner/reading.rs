@@ -26,7 +26,7 @@ use crate::exit::{Code, Failure};
 /// The most streams of readers at a time.
 pub(super) const MAX_READERS: usize = 16;
 
-/// Who reads which volume.
+/// A process that reads a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reader {
     pub(super) volume: Name,

@@ -114,7 +114,7 @@ fn a_step_that_fails_or_whose_answer_is_lost_can_be_repeated_and_leaves_nothing(
                 assert_eq!(is_open, call == "activate", "{at}");
             }
             let steps = taps.world.borrow().steps.len();
-            // What a detach could not remove goes with the next call, whatever it is.
+            // The next call, whatever it is, removes the rest that a detach could not remove.
             taps.call("detach", "4").unwrap();
             // No file records a process or number whose answer was lost.
             let is_unknown = wrong == Wrong::Lost && step < 2;
