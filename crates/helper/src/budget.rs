@@ -7,7 +7,7 @@ const MAX_REQUESTS: usize = 128;
 /// Bytes of their data. A medium may have as many again.
 const MAX_BYTES: usize = 16 << 20;
 
-/// What is taken of the two.
+/// The requests and bytes that are taken.
 #[derive(Debug, Default)]
 pub struct Budget {
     taken: Mutex<(usize, usize)>,

@@ -7,14 +7,14 @@ use std::fmt;
 pub struct Fault {
     /// Why.
     pub why: String,
-    /// What to do.
+    /// The next step for the user.
     pub help: String,
     /// It may pass without a change by the user.
     pub passes: bool,
 }
 
 impl Fault {
-    /// One that stays until somebody does something.
+    /// One that stays until the user does something.
     pub fn lasting(why: impl Into<String>, help: impl Into<String>) -> Fault {
         Fault { why: why.into(), help: help.into(), passes: false }
     }

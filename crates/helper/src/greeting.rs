@@ -22,7 +22,7 @@ const MAX_OPTION_BYTES: usize = 32 << 10;
 const MAX_OPTIONS: usize = 64;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a client may know of the disk.
+/// The properties of the disk that a client may know.
 pub(crate) struct Offer {
     pub(crate) bytes: u64,
     pub(crate) read_only: bool,

@@ -1,4 +1,5 @@
-//! What every helper process does: it takes streams from its starter, and answers NBD on them (docs/internals/processes.md 16).
+//! The work of every helper process: it takes streams from its starter, and answers NBD on them
+//! (docs/internals/processes.md 16).
 //!
 //! The disk behind it is a [`Medium`]. [`Links`] has the connections to it; each is a session with a thread that reads, and one
 //! that sends what the socket had no room for ([`Outbox`]). All connections share the room for requests ([`Budget`]).
@@ -23,7 +24,7 @@ pub use record::{Record, State};
 /// Called once, when a request has ended: with the bytes that were moved or an errno, and the memory that it had.
 pub type Done = Box<dyn FnOnce(Result<usize, i32>, Vec<u8>) + Send>;
 
-/// What a request wants.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// Fill the memory.
@@ -37,14 +38,14 @@ pub enum What {
         /// Whether they take space.
         thick: bool,
     },
-    /// What was answered before is to be durable.
+    /// Make the writes durable that were answered before.
     Flush,
 }
 
 /// A request of a client, which lies within the medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it wants.
+    /// Its kind.
     pub what: What,
     /// The first byte. 0 for a flush.
     pub offset: u64,
@@ -62,7 +63,7 @@ pub trait Medium: Send + Sync + 'static {
     /// Nothing may be written.
     fn is_read_only(&self) -> bool;
 
-    /// Somebody else has it: nothing succeeds any more.
+    /// Another owner has it: nothing succeeds any more.
     fn has_lost(&self) -> bool;
 
     /// Begins a request. `data` has `len` bytes for a read or a write, and none otherwise. `done` may be called before this

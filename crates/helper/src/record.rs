@@ -1,5 +1,6 @@
-//! As whom the last helper of this host had a disk, for the next one: it may take the disk of a dead helper at once. A file for each
-//! disk on a tmpfs. Its helper has it locked, so who gets that lock knows that the one before has ended.
+//! The owner's name with which the last helper of this host had a disk, for the next helper: it may take the disk of a
+//! dead helper at once. There is a file for each disk on a tmpfs. Its helper has it locked. So a helper that gets that
+//! lock knows that the one before has ended.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -43,7 +44,7 @@ pub struct Record {
     before: Option<Before>,
 }
 
-/// What the last helper has left.
+/// The entry that the last helper has left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Before {
     owner: String,
@@ -100,8 +101,8 @@ impl Record {
         }
     }
 
-    /// As whom the predecessor had the disk that this helper goes on for, and how far it was. `None`: there was none, or it had
-    /// another starter.
+    /// The owner's name with which the predecessor had the disk that this helper goes on for, and how far it was.
+    /// `None`: there was none, or it had another starter.
     pub fn before(&self) -> Option<(&str, State)> {
         let before = self.before.as_ref().filter(|before| before.starter == self.starter);
         before.map(|before| (before.owner.as_str(), before.state))
