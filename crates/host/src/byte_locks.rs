@@ -6,14 +6,14 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Whether somebody else has a lock on the byte at `offset`. "Somebody" is another open file, of
-/// whichever process, or a process as a whole, also this one. A shared lock on the whole file does
-/// not count: on NFS that is what a `flock` of a reader looks like.
+/// Whether another owner has a lock on the byte at `offset`: another open file, of whichever process,
+/// or a process as a whole, also this one. A shared lock on the whole file does not count: on NFS a
+/// `flock` of a reader looks like that.
 ///
 /// # Errors
 /// The file system has no such locks, or the kernel's.
 pub fn is_locked_by_others(file: impl AsFd, offset: u32) -> io::Result<bool> {
-    // What would conflict with any lock.
+    // An exclusive lock conflicts with any other lock.
     let found = fcntl(file, libc::F_OFD_GETLK, libc::F_WRLCK, offset, 1)?;
     let whole = found.l_start == 0 && found.l_len == 0;
     let shared = found.l_type == libc::F_RDLCK as libc::c_short;
@@ -23,7 +23,7 @@ pub fn is_locked_by_others(file: impl AsFd, offset: u32) -> io::Result<bool> {
 /// Takes a shared lock on the byte at `offset` for the open file, which must be open for reading.
 ///
 /// # Errors
-/// `WouldBlock`: somebody has an exclusive one. Otherwise as [`is_locked_by_others`].
+/// `WouldBlock`: another owner has an exclusive one. Otherwise as [`is_locked_by_others`].
 pub fn lock_shared(file: impl AsFd, offset: u32) -> io::Result<()> {
     fcntl(file, libc::F_OFD_SETLK, libc::F_RDLCK, offset, 1).map(|_| ())
 }
@@ -31,7 +31,7 @@ pub fn lock_shared(file: impl AsFd, offset: u32) -> io::Result<()> {
 /// Takes an exclusive lock on the byte at `offset` for the open file, which must be open for writing.
 ///
 /// # Errors
-/// `WouldBlock`: somebody has one. Otherwise as [`is_locked_by_others`].
+/// `WouldBlock`: another owner has one. Otherwise as [`is_locked_by_others`].
 pub fn lock_exclusive(file: impl AsFd, offset: u32) -> io::Result<()> {
     fcntl(file, libc::F_OFD_SETLK, libc::F_WRLCK, offset, 1).map(|_| ())
 }

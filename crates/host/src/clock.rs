@@ -88,7 +88,7 @@ impl SplitMix64 {
     }
 }
 
-/// Bytes that nobody can foretell: for keys.
+/// Bytes that cannot be foretold: for keys.
 ///
 /// # Errors
 /// The kernel has none.

@@ -40,12 +40,12 @@ pub const CONTROL: Protocol =
     Protocol { name: "the socket of a disk's helper", max_bytes: 16, max_files: 1 };
 /// The one message.
 pub const LINK: &[u8] = b"link";
-/// What a stream holds in each direction. The kernel counts its own needs, too, and takes twice as much for both.
+/// Bytes that a stream holds in each direction. The kernel counts its own needs, too, and takes twice as much for both.
 const STREAM_BYTES: usize = 1 << 20;
 /// Streams that wait in a control socket, while the helper opens its disk.
 const ATTEMPTS: usize = 2;
 
-/// Who waits for the end of a helper.
+/// The thread that waits for the end of a helper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Starter {
     /// This thread, which lives as long as the process: a keeper's.

@@ -11,11 +11,11 @@ use rustix::fs::{FlockOperation, flock};
 /// How often it is tried to make a file that others remove.
 const ATTEMPTS: u32 = 100;
 
-/// A file of this name, which is locked for us alone. Whoever has it may remove the name, and lets go
-/// of the file afterwards.
+/// A file of this name, which is locked for the caller alone. Its owner may remove the name, and lets
+/// go of the file afterwards.
 ///
 /// # Errors
-/// `WouldBlock`: somebody else has it. Otherwise the file system's.
+/// `WouldBlock`: it has another owner. Otherwise the file system's.
 pub fn lock(path: &Path) -> io::Result<OwnedFd> {
     for _ in 0..ATTEMPTS {
         let lock = File::options().create(true).append(true).mode(0o600).open(path)?;

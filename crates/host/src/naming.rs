@@ -115,7 +115,7 @@ impl Handle {
             }
             std::thread::sleep(PAUSE_WHILE_REUSED);
         };
-        // One that somebody has open is found until that is closed, also without any name.
+        // A file that a process has open is found until it is closed, also without any name.
         Ok(Some(file).filter(|file| fstat(file).map_or(true, |stat| stat.st_nlink > 0)))
     }
 

@@ -237,8 +237,8 @@ fn id_of(file: BorrowedFd<'_>) -> io::Result<u32> {
     u32::try_from(id).map_err(|_| io::Error::last_os_error())
 }
 
-/// What a namespace can do for reservations: what it can from its identity, and whether they outlive a power cut from the
-/// feature.
+/// The abilities of a namespace for reservations. Its identity names them; the feature says whether reservations
+/// outlive a power cut.
 pub(crate) fn reservation_abilities(file: BorrowedFd<'_>) -> io::Result<Abilities> {
     let namespace = id_of(file)?;
     let can = identify(file, namespace, 0)?[31];
@@ -345,8 +345,8 @@ pub fn not_polled(file: impl AsFd) -> Option<&'static str> {
     (!polls_requests(&release)).then_some("polled NVMe commands need Linux 6.5")
 }
 
-/// Before Linux 6.5 a flush among polled commands ends by interrupt, and keeps there what runs then
-/// in the place of what is polled: the kernel crashes if it polls first, or if the process is killed.
+/// Before Linux 6.5 a flush among polled commands ends by interrupt. It keeps there what runs then in
+/// the place of what is polled. The kernel crashes if it polls first, or if the process is killed.
 fn polls_requests(release: &str) -> bool {
     let mut numbers = release.split(['.', '-']).map_while(|part| part.trim().parse::<u32>().ok());
     matches!((numbers.next(), numbers.next()), (Some(major), Some(minor)) if (major, minor) >= (6, 5))

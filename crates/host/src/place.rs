@@ -32,8 +32,8 @@ impl Place {
     /// Of an open file, which was named by `path`.
     ///
     /// A file is its number, when it was made, and its file system: a copy has the UUID of its
-    /// original, and a new file may get the number of one that is gone. A volume is what it is
-    /// called by whoever made it; where nobody says, the name that it was opened by.
+    /// original, and a new file may get the number of one that is gone. A volume is the identifier that
+    /// its driver reports; without one, the name that it was opened by.
     ///
     /// # Errors
     /// It cannot be examined.
@@ -41,9 +41,8 @@ impl Place {
         Place::or_else(file, |_| format!("device {}", path.display()))
     }
 
-    /// Of an open file, to be compared until the host goes down: a device that nobody names is its
-    /// number, and the kernel's count of the devices that it has seen, as another one may get the
-    /// number.
+    /// Of an open file, to be compared until the host goes down. A device without an identifier is its
+    /// number and the kernel's count of the devices that it has seen: another device may get the number.
     ///
     /// # Errors
     /// It cannot be examined.
@@ -92,7 +91,7 @@ impl Place {
         }
     }
 
-    /// What [`text`](Self::text) has said.
+    /// The place of this [`text`](Self::text).
     pub fn from_text(text: String) -> Place {
         Place(text)
     }
@@ -167,8 +166,8 @@ pub fn file_system(file: impl AsFd) -> io::Result<String> {
     Ok(short(text, MAX_SYSTEM_CHARS))
 }
 
-/// The file system that a path is on, or would be, as it is called also after the host has started again:
-/// identifiers of file systems that are made of a device's number change then, UUIDs do not.
+/// The file system that a path is on, or would be, as it is called also after the host has started again.
+/// Identifiers of file systems that are made of a device's number change then, UUIDs do not.
 ///
 /// # Errors
 /// It cannot be examined.
@@ -177,7 +176,7 @@ pub fn lasting_file_system(path: &Path) -> io::Result<String> {
     let folder = look_at(there.unwrap_or(Path::new("/")))?;
     let stat = fstat(&folder)?;
     let is_named = volume(&by_number((major(stat.st_dev), minor(stat.st_dev)))).is_some();
-    // Who may not open the folder gets another name, which is that of none that is known.
+    // A process that may not open the folder gets another name, which is that of none that is known.
     let uuid = || file_system_uuid(names::open_folder_again(folder.as_fd()).ok()?.as_fd());
     match (!is_named).then(uuid).flatten() {
         Some(uuid) => Ok(format!("file system {:032x}", u128::from_be_bytes(uuid))),
@@ -188,8 +187,8 @@ pub fn lasting_file_system(path: &Path) -> io::Result<String> {
 /// The file system that is mounted under this number. Lines are
 /// `36 35 0:40 /root /mount/point options [fields...] - type source options`.
 ///
-/// A server and its export name a file system. What a local program serves, it calls what it
-/// likes, all the same mostly: it is where it is mounted first.
+/// A server and its export name a file system. A local program names its file systems as it likes,
+/// mostly all the same: such a one is named by its first mount point, too.
 fn mounted(mounts: &str, (major, minor): Number) -> Option<String> {
     let number = format!("{major}:{minor}");
     mounts.lines().find_map(|line| {

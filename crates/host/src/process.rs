@@ -25,11 +25,11 @@ pub struct Program<'a> {
     pub environment: Vec<CString>,
 }
 
-/// What a process is started with.
+/// The program and the descriptors of a new process.
 struct Launch<'a> {
     file: RawFd,
     given: &'a [Option<RawFd>],
-    /// Ranges of numbers that nobody has in the new process, both ends included.
+    /// Ranges of numbers that are not open in the new program, both ends included.
     closed: &'a [(u32, u32)],
     arguments: *const *const libc::c_char,
     environment: *const *const libc::c_char,
@@ -38,7 +38,7 @@ struct Launch<'a> {
 
 /// Starts a process that ends with this thread. It has `given` under the numbers from
 /// [`FIRST_GIVEN`] on, the standard three, and `also` under the numbers that these have here. A number
-/// whose place is empty is nobody's there.
+/// whose place in `given` is empty is closed there.
 ///
 /// # Errors
 /// The kernel's. That the program cannot be run is seen by its end, with the code 127.
@@ -170,7 +170,8 @@ pub fn become_in_place(program: &Program<'_>, kept: &[BorrowedFd<'_>]) -> io::Er
         );
     }
     let e = io::Error::last_os_error();
-    // What fails here is closed by nobody; a child that gets it by mistake cannot know of it.
+    // A descriptor for which this fails stays open in children; a child that gets it by mistake cannot
+    // know of it.
     let _ = flags(rustix::io::FdFlags::CLOEXEC);
     e
 }
@@ -235,7 +236,7 @@ pub fn take_given(number: RawFd) -> io::Result<OwnedFd> {
     if number < FIRST_GIVEN || flags & libc::FD_CLOEXEC != 0 {
         return Err(io::Error::other("it was not handed to this process"));
     }
-    // SAFETY: it is open, and nobody in this process owns it: all that is opened here is close-on-exec.
+    // SAFETY: it is open, and nothing in this process owns it: all that is opened here is close-on-exec.
     let fd = unsafe { OwnedFd::from_raw_fd(number) };
     rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)?;
     Ok(fd)

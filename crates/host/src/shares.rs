@@ -1,7 +1,7 @@
 //! Shares of a thing that all processes of a host have together.
 //!
-//! It is a file of which nothing is ever written: who wants a share locks a byte of it. The kernel
-//! gives the locks of a process back however it ends, so there is no daemon, and nothing to repair
+//! It is a file of which nothing is ever written: a process that wants a share locks a byte of it. The
+//! kernel gives the locks of a process back however it ends, so there is no daemon, and nothing to repair
 //! after a crash.
 
 use std::fs::File;
@@ -36,8 +36,8 @@ impl Shares {
         self.units
     }
 
-    /// Takes one that nobody has, and that is not among `own`: a lock never stands in its owner's
-    /// way. Looked for behind our last one, so that what we have is few stretches to others.
+    /// Takes one that no other holder has, and that is not among `own`: a lock never stands in its owner's
+    /// way. It looks behind the last own one first, so that other holders see the own ones as few stretches.
     pub fn claim(&self, own: &[u32]) -> Option<u32> {
         let start = own.last().map_or_else(|| std::process::id() % self.units.max(1), |u| u + 1);
         self.claim_in(start, self.units, own).or_else(|| self.claim_in(0, start, own))

@@ -1,8 +1,8 @@
 //! Memory that outlives the process: a file on tmpfs, mapped shared.
 //!
 //! Values that a process stored are there for the one that opens the file after it, however the first
-//! one ended (blkif.md 3.9: the in-flight table). Loads acquire and stores release, so what was
-//! written before a store is seen by whoever loads its value. Offsets are bytes from the start.
+//! one ended (blkif.md 3.9: the in-flight table). Loads acquire and stores release, so a process that
+//! loads a stored value sees what was written before the store. Offsets are bytes from the start.
 
 use std::fmt;
 use std::fs::File;
@@ -47,7 +47,7 @@ fn len_of(file: &File) -> io::Result<usize> {
 
 impl Shm {
     /// Creates the file with `bytes` zeros, or empties the one that is there and makes it so.
-    /// Whoever has the old one mapped must have ended.
+    /// A process that has the old one mapped must have ended.
     ///
     /// # Errors
     /// Those of `open`, `fallocate` (`StorageFull`: the tmpfs is full, and this is where it shows,
@@ -75,7 +75,7 @@ impl Shm {
         Self::of(&names::open(path, flags, Mode::empty())?.into())
     }
 
-    /// Maps such a file to look into it, without the right to write to it: what is stored is this
+    /// Maps such a file to look into it, without the right to write to it: stored values are this
     /// mapping's own, and the file's bytes on that page are not seen any more.
     ///
     /// # Errors
@@ -129,7 +129,7 @@ impl Shm {
         Ok(Shm { base, len: bytes })
     }
 
-    /// Zeros that are of this process only, and gone with it: for whoever can do without a file.
+    /// Zeros that are of this process only, and gone with it: for a caller that can do without a file.
     ///
     /// # Errors
     /// That of `mmap`.
@@ -177,8 +177,8 @@ impl Shm {
 
     #[inline]
     fn u32_at(&self, offset: usize) -> &AtomicU32 {
-        // SAFETY: `at` checked bounds; the base is page aligned, so the address is as aligned as
-        // the offset; the mapping lives as long as `self`, and Rust code here only ever uses
+        // SAFETY: `at` checked bounds. The base is page aligned, so the address is as aligned as
+        // the offset. The mapping lives as long as `self`, and Rust code here only ever uses
         // atomics and volatile copies on it.
         unsafe { AtomicU32::from_ptr(self.at(offset, 4, 4).cast()) }
     }
@@ -216,8 +216,8 @@ impl Shm {
         self.u32_at(offset).swap(value, Ordering::AcqRel)
     }
 
-    /// Sleeps while `value` is there, until somebody [wakes](Self::wake) those who do: in whatever
-    /// process has the file mapped. It may return for no reason.
+    /// Sleeps while `value` is there, until a thread [wakes](Self::wake) the sleepers, in whatever process
+    /// that has the file mapped. It may return for no reason.
     ///
     /// # Panics
     /// If `offset` is outside or no multiple of 4.

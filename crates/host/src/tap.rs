@@ -88,7 +88,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Takes a frame from the kernel. Returns its bytes; what has no room in `frame` is lost.
+    /// Takes a frame from the kernel. Returns its bytes; those without room in `frame` are lost.
     ///
     /// # Errors
     /// The kernel's, such as `WouldBlock`.

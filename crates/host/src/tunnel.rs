@@ -49,7 +49,7 @@ const LETTERS: [(&str, char); 4] =
 /// User and root directory of a tunnel that root starts. Others start it as themselves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelUser {
-    /// User and group, of nobody else.
+    /// User and group, which no other program has.
     pub user: u32,
     /// A directory with nothing in it; it is made if it is missing.
     pub root: PathBuf,
@@ -67,7 +67,7 @@ pub enum Inward {
     Plain,
 }
 
-/// What an inward tunnel tells the server of each client, which may do no more.
+/// The limits of a client, as an inward tunnel reports them to the server. The client may do no more.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportLimits {
     /// The name of the export.

@@ -136,7 +136,7 @@ fn two_programs_speak_the_lower_version_and_say_both_if_they_are_too_far_apart()
     }
     let first = version(1).agree(0).unwrap_err().to_string();
     assert!(first.ends_with("and this one 1"), "{first}");
-    // A message in a newer version can be read by nobody who does not know it.
+    // A process that does not know a version cannot read a message in it.
     assert_eq!((version(3).read(3), version(3).read(2)), (Ok(3), Ok(2)));
     assert!(version(3).read(4).is_err() && version(3).read(1).is_err());
 }

@@ -327,7 +327,7 @@ fn texts_of_the_kernels_are_read_and_not_written() {
     assert!(!host.read("/proc/self/mountinfo").unwrap().is_empty());
     host.read("/proc/locks").unwrap();
     assert_eq!(host.open("/proc/locks", OFlags::RDWR).unwrap_err(), Errno::ACCESS);
-    // Of this thread, whoever opens it.
+    // It is that of this thread, although the keeper opens it.
     let status = host.open("/proc/thread-self/schedstat", OFlags::RDONLY);
     assert!(matches!(status, Ok(_) | Err(Errno::NOENT)), "{status:?}");
     let devices = host.open("/sys/block", OFlags::RDONLY | OFlags::DIRECTORY).unwrap();
@@ -375,7 +375,7 @@ fn descriptors_that_nobody_asked_for_are_closed() {
         host.send(&request, &files).unwrap();
     }
     drop(writer);
-    // Of which nobody has the other end any more.
+    // No process has its other end any more.
     assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
     host.end().unwrap();
 }

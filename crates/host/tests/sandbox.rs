@@ -76,7 +76,7 @@ const FORBIDDEN: &[(&str, Tried)] = &[
     ("a handle", |file| call(libc::SYS_open_by_handle_at, [file.as_raw_fd().into(), 0, 0])),
 ];
 
-/// What a worker may do, and a process that has nothing but sockets may not.
+/// Calls that a worker may make, and a process that has nothing but sockets may not.
 const OF_FILES: &[(&str, Tried)] = &[
     ("sync", |file| drop(file.sync_all())),
     ("length", |file| drop(file.set_len(0))),
@@ -132,7 +132,7 @@ fn command(case: &str, root: &Path, file: &Path) -> Command {
 
 fn run(case: &str) -> (ExitStatus, String) {
     let root = tempfile::tempdir().unwrap();
-    // Who it belongs to is not what keeps anybody from opening it.
+    // Its permissions keep no user from opening it.
     std::fs::set_permissions(root.path(), PermissionsExt::from_mode(0o755)).unwrap();
     // On a file system with direct I/O, if the build is on one.
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -183,7 +183,7 @@ fn child() {
     std::process::exit(0);
 }
 
-/// What a worker does.
+/// The work of a worker.
 fn work(file: File) {
     let file: Arc<OwnedFd> = Arc::new(file.into());
     for kind in EngineKind::ALL {
@@ -225,7 +225,7 @@ fn work(file: File) {
     assert!(hash.contains(&1));
 }
 
-/// What a relay does.
+/// The work of a relay.
 fn talk((one, other): &(UnixStream, UnixStream)) {
     RELAY.try_send(one, b"there", &[one.as_fd()]).unwrap();
     let mut fds = [PollFd::new(other, PollFlags::IN)];
@@ -237,7 +237,7 @@ fn talk((one, other): &(UnixStream, UnixStream)) {
     assert!(std::time::Instant::now().elapsed() < Duration::from_secs(60));
 }
 
-/// What a tunnel does: a client, a thread for it, bytes both ways, and the end.
+/// The work of a tunnel: a client, a thread for it, bytes both ways, and the end.
 fn accept(listener: &std::net::TcpListener, mut connected: &std::net::TcpStream) {
     use std::io::{Read as _, Write as _};
     let (mut client, _) = listener.accept().unwrap();
@@ -266,7 +266,7 @@ fn one(engine: &mut dyn Engine, op: Op) -> i32 {
     out[0].raw
 }
 
-/// What the kernel answers, without any harm.
+/// Cases that the kernel answers, without any harm.
 fn ask(case: &str, folder: &OwnedFd) {
     match case {
         "wait" => {
@@ -320,7 +320,7 @@ fn what_a_worker_does_it_can_do_on_each_engine() {
     assert!(status.success() && text.contains(DONE), "{status}: {text}");
 }
 
-/// A ring without restrictions, of whoever has taken the process over. seccomp sees nothing of it.
+/// A ring without restrictions, of an attacker that has taken the process over. seccomp sees nothing of it.
 #[expect(unsafe_code, reason = "an operation of the kernel's")]
 fn foreign_ring(folder: i32) {
     let mut ring = IoUring::new(4).unwrap();
@@ -343,7 +343,7 @@ fn a_ring_of_its_own_opens_nothing_either() {
     assert!(status.success() && text.contains(DONE) || !has_landlock, "{status}: {text}");
 }
 
-/// What the kernel says of a process, by the names of lines.
+/// A line of the kernel's status of a process, by its name.
 fn status_of(pid: &str, name: &str) -> String {
     let all = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = all.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -353,7 +353,7 @@ fn status_of(pid: &str, name: &str) -> String {
 #[test]
 fn it_has_no_rights_and_no_network_and_ends_with_its_keeper() {
     let root = tempfile::tempdir().unwrap();
-    // Who it belongs to is not what keeps anybody from opening it.
+    // Its permissions keep no user from opening it.
     std::fs::set_permissions(root.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     let mut command = command("wait", root.path(), file.path());

@@ -19,7 +19,7 @@ const PAGE: usize = 4096;
 /// The most bytes of one command's memory.
 const PIECE: usize = 1 << 20;
 
-/// An open LUN. Nobody else on this host opens it so.
+/// An open LUN. No other process of this host has it open in this way.
 #[derive(Debug)]
 pub struct Direct {
     file: File,

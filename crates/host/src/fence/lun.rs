@@ -1,4 +1,5 @@
-//! What a LUN can do for its users' order: the persistent reservations of SCSI (SPC-4) and NVMe, as far as they are used.
+//! The reservations by which a LUN orders its users: the persistent ones of SCSI (SPC-4) and NVMe, as far as they are
+//! used.
 
 use std::cell::Cell;
 use std::io;
@@ -10,7 +11,7 @@ use super::scsi;
 use crate::names;
 use crate::nvme;
 
-/// What became of a command that needs the right key.
+/// The outcome of a command that needs the right key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It was executed.
@@ -19,7 +20,7 @@ pub enum Outcome {
     Conflict,
 }
 
-/// What a LUN says that it can do.
+/// The abilities that a LUN reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Abilities {
     /// Whether it has the reservation that is wanted: Write Exclusive, Registrants Only.
@@ -41,7 +42,7 @@ pub struct Reservation {
 
 /// A LUN as one host has it. Each call waits for the LUN, for as long as the kernel lets its commands take.
 pub trait Lun {
-    /// What the LUN can do.
+    /// The LUN's abilities.
     ///
     /// # Errors
     /// `Unsupported`: it has no reservations. Others of the kernel; so for all of these.

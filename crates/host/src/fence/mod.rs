@@ -2,7 +2,7 @@
 //!
 //! A host registers a key at the LUN and takes the reservation *Write Exclusive, Registrants Only*. Registrations are of
 //! a host's ports, not of its processes: they stay when processes die. So the key stands in a [record], and the
-//! next process of this host that finds its key at the LUN goes on. A process of another host is refused, until somebody
+//! next process of this host that finds its key at the LUN goes on. A process of another host is refused, until a user
 //! there [steals](steal) the LUN: its reservation is preempted, and not one write of the old host is executed from then
 //! on.
 //!
@@ -95,8 +95,9 @@ pub fn steal(file: BorrowedFd<'_>, terms: &Terms) -> Result<Option<u64>, Refusal
     with(file, &terms.records, |lun, record| rules::steal(lun, record, terms.weak))
 }
 
-/// Takes the reservation of an open LUN for this host, whichever host has it. Who may do so is decided elsewhere, as by a
-/// pool's record. Nothing else of this host may write to the LUN, which is opened exclusively for that. It waits for the LUN.
+/// Takes the reservation of an open LUN for this host, whichever host has it. Whether this host may do so is decided
+/// elsewhere, as by a pool's record. Nothing else of this host may write to the LUN, which is opened exclusively for
+/// that. It waits for the LUN.
 ///
 /// # Errors
 /// See [`Refusal`].
@@ -104,7 +105,7 @@ pub fn seize(file: BorrowedFd<'_>, terms: &Terms) -> Result<Seized, Refusal> {
     with(file, &terms.records, |lun, record| rules::seize(lun, record, terms.weak))
 }
 
-/// What the LUN says of its reservation.
+/// The state of the LUN's reservation, as the LUN reports it.
 ///
 /// # Errors
 /// The LUN has none, or does not answer.

@@ -181,7 +181,7 @@ impl FileLun {
         format!("test.lun-{}", std::fs::metadata(&self.path).map_or(0, |found| found.ino()))
     }
 
-    /// What this port's processes lock in place of the image, which is that of all ports.
+    /// The file that this port's processes lock in place of the image, which is that of all ports.
     pub(super) fn lock_file(&self) -> std::path::PathBuf {
         self.path.with_extension(format!("port{}", self.port))
     }

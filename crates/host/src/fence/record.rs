@@ -18,7 +18,7 @@ const LOCK: &str = "lock";
 /// Where the kernel tells which start of the host this is.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// What is known of this host at the LUN.
+/// The state of this host at the LUN, as far as it is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
     /// The keys by which it may be registered: the one that it had, and one that is about to take its place. None: it has
@@ -30,7 +30,7 @@ pub struct Entry {
 
 /// A record.
 pub trait Record {
-    /// What stands in it.
+    /// Its entry.
     ///
     /// # Errors
     /// It cannot be read.

@@ -4,8 +4,8 @@
 //!   a race for it unregisters at once. Nothing of a disk is written meanwhile: a worker asks for the LUN when the last operation of
 //!   the worker before it has ended.
 //! * After a take there is no other registration. Those of others are preempted.
-//! * A command that needs this host's key is the test of whether that is there still. Questions alone prove nothing: what they
-//!   tell may change before the next command.
+//! * A command that needs this host's key is the test of whether that is there still. Questions alone prove nothing:
+//!   the answers may change before the next command.
 
 use std::fmt;
 use std::io;
@@ -32,10 +32,10 @@ pub struct Seized {
     pub was_ours: bool,
 }
 
-/// What a LUN says of its reservation.
+/// The state of a LUN's reservation, as the LUN reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// What it can do.
+    /// Its abilities.
     pub abilities: Abilities,
     /// The reservation.
     pub reservation: Option<Reservation>,
@@ -186,7 +186,7 @@ pub(super) fn take(lun: &dyn Lun, record: &dyn Record, weak: bool) -> Result<Hel
     }
 }
 
-/// Takes a LUN that nobody has reserved.
+/// Takes a LUN that no host has reserved.
 fn begin(lun: &dyn Lun, record: &dyn Record) -> Result<u64, Refusal> {
     let key = new_key();
     set(record, &[key], false)?;

@@ -211,7 +211,7 @@ fn decode_keys(data: &[u8]) -> io::Result<Vec<u64>> {
     Ok(rest.as_chunks::<8>().0.iter().map(|key| u64::from_be_bytes(*key)).collect())
 }
 
-/// What is behind the header of generation and length, and how long the LUN says that is.
+/// The length that the LUN reports, and the bytes behind the header of generation and length.
 fn descriptors(data: &[u8]) -> io::Result<(usize, &[u8])> {
     let (header, rest) = data.split_first_chunk::<8>().ok_or_else(short)?;
     let len = u32::from_be_bytes(std::array::from_fn(|i| header[4 + i]));

@@ -28,7 +28,7 @@ struct World {
     hosts: [Host; HOSTS],
     random: RefCell<SplitMix64>,
     ports: Cell<u32>,
-    /// What was done, for a failure.
+    /// The steps that were done, for the message of a failure.
     story: RefCell<Vec<String>>,
     interrupts: bool,
 }
@@ -260,7 +260,7 @@ fn another_host_is_refused_until_it_steals_and_then_no_write_of_the_first_is_exe
     let next = world.take(1).unwrap().key;
     // The guest that goes on at the first host is told who has it.
     assert_eq!(world.take(0), Err(Refusal::Taken(Some(next))));
-    // What it gives back is not the other one's.
+    // Its release leaves the other host's reservation.
     world.release(0).unwrap();
     assert_eq!(world.take(0), Err(Refusal::InUse(next)));
     assert_eq!(world.lun.borrow().holder(), Some(next));

@@ -12,7 +12,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Bytes that are read at a time.
 const READ_BYTES: usize = 16 << 10;
 
-/// The lines that come on a stream. What follows a line stays here for the next one.
+/// The lines that come on a stream. Bytes behind a line stay here for the next one.
 #[derive(Debug, Default)]
 pub struct Lines {
     buffer: Vec<u8>,

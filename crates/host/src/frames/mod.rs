@@ -6,8 +6,8 @@
 //! * [`Version`]: the version of a protocol whose ends may be different programs.
 //! * [`lines`]: the frames of protocols on stream sockets, one line each.
 //!
-//! A frame has no more bytes and descriptors than its protocol says. Who receives a longer one
-//! refuses it, whatever the peer says of its length. What the bytes mean is the protocol's own.
+//! A frame has no more bytes and descriptors than its protocol says. The receiver of a longer one
+//! refuses it, whatever the peer says of its length. Each protocol defines the meaning of its bytes.
 
 pub mod lines;
 mod versions;
@@ -192,7 +192,7 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 /// `timeout` at most, also that for being accepted.
 ///
 /// # Errors
-/// `NotFound` or `ConnectionRefused`: no process listens there. `WouldBlock`: it accepts nobody.
+/// `NotFound` or `ConnectionRefused`: no process listens there. `WouldBlock`: it does not accept.
 pub fn connect(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;

@@ -20,8 +20,8 @@ pub struct Broker {
     socket: Mutex<Numbered>,
 }
 
-/// With the number of the last request. An answer that nobody has waited for, since that was cut off
-/// by an error, is never the next one's.
+/// With the number of the last request. An error may cut off the wait for an answer: that answer is
+/// never taken for the next request's.
 #[derive(Debug)]
 struct Numbered {
     socket: OwnedFd,

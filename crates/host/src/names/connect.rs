@@ -1,4 +1,4 @@
-//! Connections to the servers of a disk's data. They are begun, and nobody waits for them here.
+//! Connections to the servers of a disk's data. They are begun here, and not waited for.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -48,7 +48,7 @@ pub struct Server {
 /// The addresses of a host's port: at most [`MAX_ADDRESSES`]. This may wait for the host's resolver.
 ///
 /// # Errors
-/// The resolver's: there is no such host, or nobody can say now.
+/// The resolver's: there is no such host, or the resolver cannot say now.
 pub fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     let all: Vec<SocketAddr> = (host, port).to_socket_addrs()?.take(MAX_ADDRESSES).collect();
     match all.is_empty() {
@@ -123,8 +123,8 @@ pub(super) fn begin_to(
     set_tcp_keepidle(&socket, KEEPALIVE_AFTER)?;
     set_tcp_keepintvl(&socket, KEEPALIVE_EVERY)?;
     set_tcp_keepcnt(&socket, KEEPALIVES)?;
-    // Whoever closes it, or is killed, takes back what the kernel has not sent. Otherwise the kernel would send writes
-    // for minutes, behind newer ones of the next connection (docs/internals/remotes.md 2).
+    // A process that closes it, or is killed, takes back the bytes that the kernel has not sent. Otherwise the kernel
+    // would send writes for minutes, behind newer ones of the next connection (docs/internals/remotes.md 2).
     set_socket_linger(&socket, Some(Duration::ZERO))?;
     match connect(&socket, at) {
         Ok(()) | Err(Errno::INPROGRESS) => {}

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use super::wire::{Answer, NAMES, Request, What};
 use crate::fence::{self, Held, Refusal, Terms};
 
-/// What is asked of the LUN: the flags of the request.
+/// The operation on the LUN: the flags of the request.
 const TAKE: u32 = 0;
 const RELEASE: u32 = 1;
 const HOLDER: u32 = 2;
@@ -41,7 +41,7 @@ pub fn release(lun: BorrowedFd<'_>, terms: &Terms) -> Result<(), Refusal> {
     }
 }
 
-/// The key of the host that has the LUN's reservation. `None`: nobody has it, or the LUN does not say.
+/// The key of the host that has the LUN's reservation. `None`: no host has it, or the LUN does not say.
 pub fn holder(lun: BorrowedFd<'_>, terms: &Terms) -> Option<u64> {
     let key = match ask(lun, HOLDER) {
         None => holder_now(lun, terms)?.key,

@@ -1,5 +1,5 @@
-//! Files that were opened for this process by its keeper before it asked: what no policy allows, since whoever
-//! may open it once more could do harm.
+//! Files that were opened for this process by its keeper before it asked. No policy allows them: a worker that
+//! may open one of them once more could do harm.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ impl Handed {
 }
 
 /// While `f` runs, what this thread [opens](super::open) by one of these names is that file, however it is to be
-/// opened. What is left then is closed.
+/// opened. Files that are left then are closed.
 pub fn with_handed<T>(handed: Handed, f: impl FnOnce() -> T) -> T {
     struct End(Handed);
     impl Drop for End {

@@ -1,6 +1,6 @@
-//! What is opened, examined or changed by its name.
+//! Files that are opened, examined or changed by their names.
 //!
-//! A program asks the kernel itself. A worker that parses what strangers made has no right to: it
+//! A program asks the kernel itself. A worker that parses data of untrusted users has no right to: it
 //! [installs](install) a socket to its keeper, which opens for it what it may have, and all of
 //! these functions ask there. They take and return what their namesakes of `std::fs` and `rustix` do.
 //!
@@ -74,7 +74,7 @@ pub fn open(path: impl AsRef<Path>, flags: OFlags, mode: Mode) -> rustix::io::Re
     }
 }
 
-/// What a name leads to.
+/// The status of the file that a name leads to.
 ///
 /// # Errors
 /// As [`open`].
@@ -137,7 +137,7 @@ pub fn canonicalize(path: impl AsRef<Path>) -> io::Result<PathBuf> {
     }
 }
 
-/// What a link says.
+/// The target of a link.
 ///
 /// # Errors
 /// As [`open`].
@@ -304,8 +304,8 @@ pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
     }
 }
 
-/// Gives a file one name more. Nobody who asks a keeper may do that: what has a second name in a
-/// folder that he may have would be his.
+/// Gives a file one name more. A process that asks a keeper may not do that: a file with a second name in
+/// a folder of that process would be its own.
 ///
 /// # Errors
 /// As [`open`].

@@ -1,4 +1,4 @@
-//! What a worker may have of what its keeper can open.
+//! The policy by which a keeper opens files for a worker.
 //!
 //! It is asked about what a name has led to in the end, as the kernel says it, and never about the name
 //! itself. The exceptions are a few texts of the kernel's, which are known by their names.
@@ -17,7 +17,7 @@ pub const DIRTY_EXTENSION: &str = ".ferrite-dirty";
 /// The end of the name of the mark of an image that was moved to another host, in the image's folder.
 pub const MOVED_EXTENSION: &str = ".ferrite-moved";
 
-/// What is in a place, as far as a worker may have it.
+/// The rights that a worker may have in a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Right {
     /// Files and devices are read, folders are listed.
@@ -31,14 +31,14 @@ pub enum Right {
     Journals,
 }
 
-/// What may be done in one place.
+/// The right in one place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     /// A folder with all below it, or one file.
     pub place: PathBuf,
     /// Whether it is a folder's.
     pub is_folder: bool,
-    /// What may be done there.
+    /// The right there.
     pub right: Right,
 }
 
@@ -57,7 +57,7 @@ pub struct Policy {
     pub fence: Option<Terms>,
 }
 
-/// What is to be done.
+/// The purpose of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// To read, list or examine it.
@@ -168,7 +168,7 @@ impl Rule {
     }
 }
 
-/// What sysfs tells of block devices and of memory, by its place without links.
+/// Whether it is a part of sysfs that describes block devices or memory, by its place without links.
 fn is_kernels(place: &Path, kind: FileType) -> bool {
     let of_devices = |place: &Path| {
         let text = place.as_os_str().as_bytes();

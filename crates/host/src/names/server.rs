@@ -1,8 +1,8 @@
 //! The answering end: a keeper opens for its worker what the policy allows.
 //!
-//! What a name leads to is opened for its path first, which waits for nobody and changes nothing. The
-//! kernel says what that is and where, the policy judges it, and the very same file is opened for
-//! what was asked. So a link that is swapped meanwhile leads nowhere.
+//! The file that a name leads to is opened for its path first, which waits for no other process and
+//! changes nothing. The kernel says what that is and where, the policy judges it, and the very same file
+//! is opened for what was asked. So a link that is swapped meanwhile leads nowhere.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -29,7 +29,7 @@ use crate::naming::Handle;
 use crate::nvme::block_device;
 use crate::place::Place;
 
-/// Flags of `open` that a worker may set. `TMPFILE` and others are for nobody.
+/// Flags of `open` that a worker may set. No worker may set `TMPFILE` and others.
 const FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::WRONLY)
     .union(OFlags::RDWR)
@@ -48,7 +48,7 @@ const FLAGS: OFlags = OFlags::RDONLY
 /// Images that were opened for writing, at most.
 const MAX_KEPT: usize = 4;
 
-/// What became of one look at the socket.
+/// The outcome of one look at the socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Served {
     /// There was nothing to do.
@@ -147,7 +147,7 @@ impl Server {
             },
             _ => self.answer(&request, &files, images),
         };
-        // Who has let go of an image may count on that when it is told so.
+        // A worker that has let go of an image may count on that when it is told so.
         drop(files);
         self.send(&answer, asked)?;
         Ok(match answer {
@@ -290,8 +290,8 @@ impl Server {
         file(opened)
     }
 
-    /// Opens what may have to be made, or emptied: in folders of ours only, where nobody else makes
-    /// links. They are not followed all the same.
+    /// Opens a file that may have to be made, or emptied: in folders of ours only, where no other program
+    /// makes links. They are not followed all the same.
     fn make(&self, name: &Path, flags: OFlags, mode: Mode) -> Result<Answer, Errno> {
         let (folder, last) = self.entry(name, Access::Make)?;
         let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -313,7 +313,7 @@ impl Server {
     }
 
     fn create_dir(&self, name: &Path, mode: Mode) -> Result<Answer, Errno> {
-        // What its files are in is there, and not its own.
+        // A folder with files of the worker's is there already, and is not the worker's own.
         let holds = |folder: &Path| {
             self.any_rule(|rule| {
                 rule.place.parent() == Some(folder)
@@ -387,7 +387,7 @@ impl Server {
         if allowed { Ok(()) } else { Err(Errno::ACCESS) }
     }
 
-    /// What is not there, of places that the worker may not know of, is refused as what is there.
+    /// A missing file, in a place that the worker may not know of, is refused as one that is there.
     fn hidden(&self, name: &Path, found: Result<Found, Errno>) -> Result<Found, Errno> {
         let has_dots = name.components().any(|part| part == Component::ParentDir);
         let is_known = |name: &Path| {
@@ -421,7 +421,7 @@ impl Server {
     }
 
     /// Whether it is the block device of the image, which is that of an NVMe namespace for commands.
-    /// Its writer claims it, so that nobody mounts it.
+    /// Its writer claims it, so that it cannot be mounted.
     fn is_claim(&self, found: &Found) -> bool {
         let image = self.policy.written().and_then(|image| rustix::fs::stat(image).ok());
         let device = image.and_then(|image| {
@@ -466,7 +466,7 @@ impl Found {
     }
 
     /// Whether a loop device is on it. Such a device is called by its file's number and date
-    /// ([`Place`]), so anybody may examine that file; it is opened for nobody.
+    /// ([`Place`]), so each worker may examine that file. That gives it no right to open the file.
     fn is_loops_file(&self) -> bool {
         let devices = fs::read_dir("/sys/block").into_iter().flatten().filter_map(Result::ok);
         let mut files =
@@ -485,7 +485,7 @@ fn find(name: &Path, flags: OFlags) -> Result<Found, Errno> {
     Found::of(retry_on_intr(|| rustix::fs::open(name, flags, Mode::empty()))?)
 }
 
-/// Opens what is open for its path. It is no pipe and no terminal, and nobody's lease is waited for.
+/// Opens what is open for its path. It is no pipe and no terminal, and no lease on it is waited for.
 fn again(found: &OwnedFd, flags: OFlags) -> Result<OwnedFd, Errno> {
     let name = of_descriptor(found.as_fd());
     let at_once = (flags - OFlags::NOFOLLOW) | OFlags::NONBLOCK | OFlags::CLOEXEC;

@@ -1,4 +1,4 @@
-//! What a worker and its keeper say to each other: one message, one answer.
+//! The messages between a worker and its keeper: one message, one answer.
 //!
 //! A request is `what` (one byte, three zeros), its number, `flags`, `mode`, the lengths of two texts
 //! (32 bits each) and the texts. An answer is the number of its request, an errno or 0, a result, and a
@@ -26,7 +26,7 @@ pub const OWN_DESCRIPTORS: &str = "/proc/self/fd/";
 const HEAD_BYTES: usize = 24;
 const ANSWER_HEAD_BYTES: usize = 12;
 
-/// What is asked for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum What {
@@ -34,7 +34,7 @@ pub enum What {
     Open = 1,
     /// The name of that without links.
     Canonical,
-    /// What a link says; of a file that goes along, where it is.
+    /// The target of a link; of a file that goes along, where it is.
     ReadLink,
     /// To make a folder and those above it.
     CreateDirs,
@@ -79,7 +79,7 @@ impl What {
 /// A request without the descriptors that go along with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// What is to be done.
+    /// Its kind.
     pub what: What,
     /// Those of `open`.
     pub flags: u32,
@@ -117,7 +117,7 @@ impl<'a> Request<'a> {
         Ok([&bytes, self.first, self.second].concat())
     }
 
-    /// From a message, with its number; none: nobody who keeps to the rules has sent it.
+    /// From a message, with its number; none: no worker that keeps to the rules has sent it.
     pub fn parse(bytes: &'a [u8]) -> Option<(u32, Request<'a>)> {
         let (head, names) = bytes.split_first_chunk::<HEAD_BYTES>()?;
         let number = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| head[at + i]));
@@ -140,15 +140,15 @@ pub struct Answer {
     pub number: i32,
     /// A name.
     pub text: Vec<u8>,
-    /// What was opened.
+    /// The opened file.
     pub file: Option<OwnedFd>,
 }
 
 impl Answer {
-    /// What was opened.
+    /// The opened file.
     ///
     /// # Errors
-    /// Nothing was.
+    /// There is none.
     pub fn file(self) -> rustix::io::Result<OwnedFd> {
         self.file.ok_or(Errno::PROTO)
     }

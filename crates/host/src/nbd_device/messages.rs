@@ -157,7 +157,7 @@ pub(super) fn status(family: u16, sequence: u32) -> Message {
     Message::new(family, command::STATUS, 1, sequence)
 }
 
-/// What the kernel says.
+/// A message of the kernel's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     /// The question is answered whole; otherwise its error.

@@ -60,7 +60,7 @@ impl Devices {
     /// Makes a device, and returns its index. The kernel takes the first that is free, or makes one more.
     ///
     /// # Errors
-    /// `PermissionDenied`: the caller has no `CAP_SYS_ADMIN`. What else the kernel says.
+    /// `PermissionDenied`: the caller has no `CAP_SYS_ADMIN`. Others of the kernel.
     pub fn connect(&mut self, wanted: &Connection<'_>) -> io::Result<u32> {
         let answers = self.ask(|sequence, family| messages::connect(family, sequence, wanted))?;
         let index = answers.iter().find_map(|answer| messages::index(answer));
@@ -70,7 +70,7 @@ impl Devices {
     /// Gives a device these connections in the place of dead ones. Those that it does not need are closed.
     ///
     /// # Errors
-    /// What the kernel says; `InvalidInput` if the device has another identifier.
+    /// The kernel's; `InvalidInput` if the device has another identifier.
     pub fn reconnect(&mut self, index: u32, wanted: &Connection<'_>) -> io::Result<()> {
         self.ask(|sequence, family| messages::reconfigure(family, sequence, index, wanted))
             .map(drop)
@@ -79,15 +79,15 @@ impl Devices {
     /// Removes a device. Requests that it has fail. One that is mounted stays as a device that fails.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's.
     pub fn disconnect(&mut self, index: u32) -> io::Result<()> {
         self.ask(|sequence, family| messages::disconnect(family, sequence, index)).map(drop)
     }
 
-    /// The indices of all devices that are connected, of whomever.
+    /// The indices of all devices that are connected, by whatever program.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's.
     pub fn connected(&mut self) -> io::Result<Vec<u32>> {
         let answers = self.ask(|sequence, family| messages::status(family, sequence))?;
         let all = answers.iter().flat_map(|answer| messages::devices(answer));
@@ -126,8 +126,9 @@ pub fn identifier(index: u32) -> Option<String> {
     Some(text.trim_end().to_owned())
 }
 
-/// Who uses a block device (`nbd0`, or that of another driver) or a partition of it, for people: mount points, swap space, devices that stand on it, programs that
-/// have it open. Those in other mount namespaces are seen, too, if they have it by its usual name.
+/// The users of a block device (`nbd0`, or that of another driver) or of a partition of it, for people: mount points,
+/// swap space, devices that stand on it, programs that have it open. Those in other mount namespaces are seen, too, if
+/// they have it by its usual name.
 ///
 /// # Errors
 /// The lists of the kernel cannot be read.
@@ -158,7 +159,7 @@ pub fn users(name: &str) -> io::Result<Vec<String>> {
     Ok(users)
 }
 
-/// The programs that have a file open, for people. What this process may not look into is left out.
+/// The programs that have a file open, for people. Programs that this process may not look into are left out.
 fn openers(path: &Path) -> Vec<String> {
     // The link's text is compared: a look at the file itself could wait for a server that does not answer.
     let has_it = |process: &Path| {

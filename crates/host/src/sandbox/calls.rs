@@ -15,7 +15,7 @@ use seccompiler::{BackendError, SeccompCondition, SeccompRule};
 /// Rules for the arguments by call; without one, all are allowed.
 pub(super) type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
-/// What only some workers need.
+/// The means that only some workers need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Means {
     /// Commands to the NVMe namespace that is its disk.
@@ -107,7 +107,7 @@ const ALWAYS: &[c_long] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sigaltstack,
-    // What it may know.
+    // Calls that only ask.
     libc::SYS_getpid,
     libc::SYS_getppid,
     libc::SYS_gettid,
@@ -151,8 +151,8 @@ const OF_SOCKETS: &[c_long] = &[
     libc::SYS_poll,
 ];
 
-/// What else it needs for clients that it accepts, with a thread for each. None of them opens or connects anything: a
-/// socket comes of one that listens already.
+/// Further calls for clients that it accepts, with a thread for each. None of them opens or connects anything: a socket
+/// comes of one that listens already.
 const OF_ACCEPTING: &[c_long] = &[
     libc::SYS_accept4,
     // The end of a client's connection is told to it before the socket is closed.
@@ -174,7 +174,7 @@ const OLDER: &[c_long] =
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER: &[c_long] = &[];
 
-/// What is done to devices and other descriptors.
+/// The requests to devices and other descriptors.
 const IOCTLS: &[u32] = &[
     // /dev/xen/gntdev: map, unmap, copy.
     0x0018_4700,

@@ -80,8 +80,8 @@ fn restrict(
     Ok(())
 }
 
-/// From now on these calls are the only ones; who tries another one is killed at once. It holds for
-/// all threads.
+/// From now on these calls are the only ones: the kernel kills the process at once if it tries another
+/// one. It holds for all threads.
 pub(super) fn allow(rules: &Result<Rules, BackendError>) -> io::Result<()> {
     let rules = rules.as_ref().map_err(|e| io::Error::other(e.to_string()))?;
     install(&program(rules.clone()).map_err(|e| io::Error::other(e.to_string()))?)
@@ -110,7 +110,7 @@ fn install(program: &BpfProgram) -> io::Result<()> {
         .collect();
     let program =
         libc::sock_fprog { len: lines.len() as u16, filter: lines.as_ptr().cast_mut().cast() };
-    // The second one: this process runs nobody's code beside its own secrets. Without it, kernels
+    // The second one: this process runs no untrusted code beside its own secrets. Without it, kernels
     // before 5.16 make each of its branches slow.
     let flags = libc::SECCOMP_FILTER_FLAG_TSYNC | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
     // SAFETY: the kernel copies the program, whose lines outlive the call.

@@ -1,11 +1,11 @@
 //! Giving up all rights that a worker does not need (threats.md T27).
 //!
-//! A worker parses images that strangers made, and takes requests of guests. Whoever gets to run code
-//! in it shall find: another user without a capability, an empty folder for the file system, an empty
+//! A worker parses images of untrusted users, and takes requests of guests. An attacker that gets to run
+//! code in it shall find: another user without a capability, an empty folder for the file system, an empty
 //! network, no system call that opens, connects or executes anything.
 //!
-//! What this kernel has not, is left out and told: Linux 4.19 has no landlock. What it has and refuses
-//! is an error, and nothing is served.
+//! A restriction that this kernel does not have is left out and reported: Linux 4.19 has no landlock. One
+//! that it has and refuses is an error, and nothing is served.
 
 use std::fmt;
 use std::io;
@@ -22,15 +22,15 @@ pub use calls::Means;
 /// How a process is locked down.
 #[derive(Clone, Debug)]
 pub struct Lockdown {
-    /// User and group, of nobody else.
+    /// User and group, which no other program has.
     pub user: u32,
     /// A folder with nothing in it, which becomes the root of the file system.
     pub root: PathBuf,
-    /// What this worker needs besides what all of them do.
+    /// The means of this worker besides those of all workers.
     pub means: Means,
 }
 
-/// What a lock-down could not do here.
+/// The restrictions that a lock-down had to leave out here.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lacking(Vec<String>);
 
@@ -49,7 +49,7 @@ impl fmt::Display for Lacking {
 
 /// The user of the worker of one disk. Two disks of one guest have the same at worst.
 ///
-/// No distribution and no systemd gives these numbers to anybody.
+/// No distribution and no systemd gives these numbers to a user.
 pub fn user_of(domid: u16, devid: u32) -> u32 {
     const FIRST: u32 = 0x7100_0000;
     // Of xvda and its likes, which have 16 minor numbers each, or 256 in the extended scheme.
@@ -63,8 +63,8 @@ pub fn user_of_tap(minor: u32) -> u32 {
     FIRST | (minor & 0xf_ffff)
 }
 
-/// The user of the worker of all disks of one store, by the store's device and inode. It is no disk's, and
-/// nobody else's; two stores have the same at worst.
+/// The user of the worker of all disks of one store, by the store's device and inode. No disk and no other
+/// program has it; two stores have the same at worst.
 pub fn user_of_store(device: u64, inode: u64) -> u32 {
     const FIRST: u32 = 0x7200_0000;
     let mixed = inode ^ device.rotate_left(11);
@@ -105,8 +105,8 @@ pub fn deny_changes() -> io::Result<Lacking> {
     Ok(lacking)
 }
 
-/// Denies this process, for good, to make, change or remove any file by name but in `folder` and below. What it has open stays
-/// so, and processes that it starts are denied the same. The process has one thread; later ones are as it is.
+/// Denies this process, for good, to make, change or remove any file by name but in `folder` and below. Its open files
+/// stay open, and processes that it starts are denied the same. The process has one thread; later ones are as it is.
 ///
 /// # Errors
 /// There is no such folder, or the process is not locked down: it has to end.

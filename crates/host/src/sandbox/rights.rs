@@ -1,4 +1,4 @@
-//! What a process may by who it is: user, capabilities, limits, and what it sees of the host.
+//! The rights of a process: user, capabilities, limits, and the part of the host that it sees.
 
 use std::ffi::{CString, c_int, c_ulong};
 use std::io;
@@ -70,7 +70,7 @@ pub(super) fn leave_files(root: &Path) -> io::Result<()> {
     check(unsafe { libc::chdir(c"/".as_ptr()) })
 }
 
-/// Becomes that user, without any capability now or later, and nobody but root may look into it.
+/// Becomes that user, without any capability now or later. Only root may look into the process then.
 pub(super) fn leave_user(user: u32) -> io::Result<()> {
     let parent = rustix::process::getppid();
     let mut end_signal: c_int = 0;
