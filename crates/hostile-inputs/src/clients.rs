@@ -123,7 +123,7 @@ impl Null {
     }
 }
 
-/// The bytes of a client, while somebody serves it.
+/// Sends the bytes of a client, while `serve` serves it.
 fn played(input: &[u8], client: &UnixStream, serve: impl FnOnce()) {
     let stream = stream(input);
     std::thread::scope(|scope| {

@@ -62,7 +62,7 @@ fn judge(frame: &[u8]) {
     for source in [Source::Port(port), Source::Uplink] {
         if switch.route(source, frame, &mut targets).is_ok() {
             let own = frame[6..12] == [0, 0x16, 0x3e, 0, 0, 1];
-            assert_eq!(own, source == Source::Port(port), "nobody sends with another's address");
+            assert_eq!(own, source == Source::Port(port), "no source sends with another's address");
             assert!(targets.len() <= 3);
         }
     }

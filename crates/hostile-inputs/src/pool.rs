@@ -43,7 +43,7 @@ pub(crate) fn pool_wire(input: &[u8]) {
     }
 }
 
-/// What can be read is written as it was.
+/// A message that can be read is written as it was.
 fn messages(input: &[u8]) {
     if let Some(bytes) = input.first_chunk::<HEADER_BYTES>()
         && let Ok(header) = Header::from_bytes(bytes)
@@ -119,7 +119,7 @@ fn greet(stream: &mut UnixStream) {
     assert_eq!(&answer[HELLO_BYTES + 12..][..4], &[0, 0, 0, 1], "it is the server that is meant");
 }
 
-/// What an owner says first.
+/// The first message of an owner.
 fn greeting() -> Vec<u8> {
     let data = Greeting { pool: POOL, server: SERVER.to_owned() }.to_bytes();
     let mut bytes = 3_u32.to_be_bytes().to_vec();
@@ -172,7 +172,7 @@ fn say(stream: &mut UnixStream, input: &[u8]) {
 
 fn all(mut stream: UnixStream) -> Vec<u8> {
     let mut bytes = Vec::new();
-    // An end with bytes that nobody has read is an error.
+    // It is an error if the server ends without having read all bytes.
     let _ = stream.read_to_end(&mut bytes);
     bytes
 }

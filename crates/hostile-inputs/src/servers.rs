@@ -3,8 +3,8 @@
 use ferrite_nbd::client::{Answer, Command, Event, Handshake, Next, Replies, Session, Wanted};
 use ferrite_nbd::uri::Uri;
 
-/// The server's side of a handshake. What is left of the input after a good one are its replies to requests of every
-/// kind, of which the first byte says some.
+/// The server's side of a handshake. The rest of the input after a good one are its replies to requests of every kind.
+/// The first byte selects some of the kinds.
 pub(crate) fn nbd_client(input: &[u8]) {
     let Some((kinds, stream)) = input.split_first() else { return };
     let session = Some(Session { user: [1; 16], process: 2, connection: 3 });

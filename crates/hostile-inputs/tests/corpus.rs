@@ -1,4 +1,4 @@
-//! Everything that the fuzzer has kept, once more: what it once found must not come back.
+//! Everything that the fuzzer has kept, once more: a failure that it once found must not come back.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! The bytes of those who come to a tunnel, or whom it goes to: NBD in clear up to STARTTLS, and TLS behind it.
+//! The bytes of clients and of servers of a tunnel: NBD in clear up to STARTTLS, and TLS behind it.
 //!
 //! The key beside this file is that of these tests alone.
 
@@ -34,7 +34,7 @@ const SERVER_UNTIL_TLS: &[u8] = b"NBDMAGICIHAVEOPT\0\x03\0\x03\xe8\x89\x04\x55\x
 const INNER_CLIENT: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0\
     IHAVEOPT\0\0\0\x02\0\0\0\0";
 
-/// A socket on which somebody has said all that they will say, and their end of it.
+/// A socket on which the peer has sent all its bytes, and the peer's end of it.
 fn said(parts: &[&[u8]]) -> (OwnedFd, UnixStream) {
     let (own, mut other) = UnixStream::pair().expect("there are descriptors");
     parts.iter().for_each(|bytes| other.write_all(bytes).expect("there is room"));
@@ -42,11 +42,11 @@ fn said(parts: &[&[u8]]) -> (OwnedFd, UnixStream) {
     (own.into(), other)
 }
 
-/// What was answered. Our end is closed with it.
+/// The bytes of the answer. Our end is closed with it.
 fn answered(own: OwnedFd, mut other: UnixStream) -> Vec<u8> {
     drop(own);
     let mut bytes = Vec::new();
-    // An end with bytes that nobody has read is an error.
+    // It is an error if the tunnel ends without having read all bytes.
     let _ = other.read_to_end(&mut bytes);
     bytes
 }
@@ -96,7 +96,7 @@ fn server(bytes: &[&[u8]]) {
     assert!(told.starts_with(b"NBDMAGICIHAVEOPT") && told.ends_with(&[0, 0, 0, 1, 0, 0, 0, 0]));
 }
 
-/// A text for people that somebody else has a part in.
+/// A text for people, of which the peer may have written a part.
 fn is_line(text: &str) {
     assert!(!text.contains(char::is_control) && text.len() < 4096, "{text:?}");
 }

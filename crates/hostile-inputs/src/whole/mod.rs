@@ -115,7 +115,7 @@ fn check(stage: &Stage, format: Format, opens: bool) {
     assert!(all.iter().all(|why| !why.is_empty() && why.len() < 4096));
 }
 
-/// What the stand-in of vhd-util reads of a VHD.
+/// Reads a VHD as the stand-in of vhd-util does.
 fn look(path: &Path) {
     for from_copy in [false, true] {
         let Ok(seen) = vhd::Seen::read(path, from_copy) else { continue };
