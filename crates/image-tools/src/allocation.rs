@@ -6,7 +6,7 @@ use ferrite_disk::pieces::{What, look};
 
 use super::compare::Side;
 
-/// What is known of a part without reading it. Two disks with the same content may differ in it.
+/// The facts of a part that are known without reading it. Two disks with the same content may differ in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Allocation {
     /// An image of the chain has data.

@@ -1,9 +1,14 @@
 //! Merges a child into its parent.
 //!
-//! The order: the grandparent's list gets the child's name; the child's data are copied into the parent, then synced;
-//! the parent gets the child's identity, if the format has one, and its owner and mode; the disk's dirty maps fit both
-//! files from then on (`dirty/carry.rs`); the parent is renamed over the child. Until the last step the child shadows every byte that changes, and reads as before. So a crash at any point
-//! leaves a valid chain, and running it again does the rest.
+//! The order:
+//! 1. The grandparent's list gets the child's name.
+//! 2. The child's data are copied into the parent, then synced.
+//! 3. The parent gets the child's identity, if the format has one, and its owner and mode.
+//! 4. The disk's dirty maps fit both files from then on (`dirty/carry.rs`).
+//! 5. The parent is renamed over the child.
+//!
+//! Until the last step the child hides every byte that changes, and reads as before. So a crash at any point leaves a
+//! valid chain, and the same command does the rest.
 
 use std::fs;
 use std::io;
@@ -51,7 +56,7 @@ impl ImageTools<'_> {
         self.merge(child, &self.pair(child)?, force)
     }
 
-    /// Merges the two. What was read from the chain before the locks is checked again when both are locked.
+    /// Merges the two. The facts that were read from the chain before the locks are checked again when both are locked.
     fn merge(&self, child: &ImageName, pair: &Pair, force: bool) -> Result<Done, DiskError> {
         let what = || format!("cannot coalesce {}", child.path.display());
         let cannot = |e| broken(what(), e);

@@ -175,8 +175,8 @@ impl ImageTools<'_> {
         Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
     }
 
-    /// The error for a device that has no room for a thin image of a disk of so many bytes, if `e` says that. What such an
-    /// image takes is known only when it is written.
+    /// The error for a device that has no room for a thin image of a disk of so many bytes, if `e` says that. The
+    /// size of such an image is known only when it is written.
     fn too_small(&self, to: &ImageName, bytes: u64, e: DiskError) -> DiskError {
         let cause = std::error::Error::source(&e).and_then(|e| e.downcast_ref::<io::Error>());
         let is_full = cause.is_some_and(|e| e.kind() == io::ErrorKind::StorageFull);

@@ -11,7 +11,7 @@ use super::undo::Undo;
 use super::{Convert, Done, ImageTools, broken, formats};
 
 impl ImageTools<'_> {
-    /// Copies the content of `from` over the beginning of the disk `to`, which is there. What is behind stays.
+    /// Copies the content of `from` over the beginning of the disk `to`, which is there. The rest of `to` stays.
     ///
     /// # Errors
     /// `to` is smaller. Those of the two images. After a failure `to` has a part of the copy.

@@ -83,7 +83,7 @@ pub(super) struct Copying<'a> {
     /// A flush has failed: the kernel may have dropped data, and reports that only once. Only the state noted before
     /// can be resumed.
     faulty: Cell<bool>,
-    /// What could not be read, if the copy goes on in spite of that.
+    /// The ranges that could not be read, if the copy goes on in spite of that.
     lost: Option<&'a Lost>,
     /// After so many bytes they are made durable, and the progress is noted.
     sync_every: u64,

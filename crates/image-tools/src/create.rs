@@ -39,7 +39,7 @@ impl ImageTools<'_> {
         let mut notes = Vec::new();
         if let Some(parent) = &parent {
             self.keep(parent, &mut undo, &mut notes)?;
-            let help = "say --unmarked if nobody will ever merge (coalesce) into the parent, or \
+            let help = "say --unmarked if no image will ever be merged (coalesced) into the parent, or \
                         convert the parent into a copy";
             let help = (!new.unmarked).then_some(help);
             let path = &parent.name.path;
@@ -202,7 +202,7 @@ impl ImageTools<'_> {
         let left = match children::is_mount_point(&file) {
             Ok(false) => children::leave_mark(self.directory, &file, &mark),
             Ok(true) => Err(io::Error::other(
-                "it is mounted where it is, and who merges into it looks in its own folder",
+                "it is mounted where it is, and a merge into it looks in its own folder",
             )),
             Err(e) => Err(e),
         };
@@ -245,7 +245,7 @@ impl ImageTools<'_> {
             || marks::read(&file).map_or(true, |all| all.iter().any(|line| line.is_for(&made)));
         let known = self.is_found(&file, &made, format) || marked();
         let help = format!(
-            "see to it that {} can be written; if nobody will ever merge into the parent, take the \
+            "see to it that {} can be written; if no image will ever be merged into the parent, take the \
              line of {} out of it",
             marks::beside(&file).display(),
             made.display()
@@ -259,7 +259,7 @@ impl ImageTools<'_> {
         let options = ImageTools::even_parents(self.options(false));
         let disk = match ImageTools::open_to_write(name, &options) {
             Ok(disk) => disk,
-            // Readers have it open, so no one may write it; or this user may not. It may be complete.
+            // Readers have it open, so no process may write to it; or this user may not. It may be complete.
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
             Err(e) => return Err(e),
         };
@@ -296,9 +296,14 @@ impl ImageTools<'_> {
     ///
     /// If a step fails, the second name is removed again, and the leaf keeps the first.
     ///
-    /// The order: the leaf's parent gets the second name on its list; the file gets that name; the new leaf is written
-    /// and synced; the disk's dirty maps fit both from then on (`dirty/carry.rs`); the new leaf is renamed over the old
-    /// name. A crash before the last step leaves the old leaf, a crash after it the new one, and there is always one.
+    /// The order:
+    /// 1. The leaf's parent gets the second name on its list.
+    /// 2. The file gets that name.
+    /// 3. The new leaf is written and synced.
+    /// 4. The disk's dirty maps fit both from then on (`dirty/carry.rs`).
+    /// 5. The new leaf is renamed over the old name.
+    ///
+    /// A crash before the last step leaves the old leaf, a crash after it the new one, and there is always one.
     /// The old leaf can be written to then, as an unfinished new leaf is no child (`children/marks.rs`). The next
     /// snapshot makes its leaf anew: an unfinished one has never the disk's name.
     ///

@@ -12,7 +12,7 @@ use super::io_context::IoContext;
 use super::room::Room;
 use super::{ImageTools, InnerDone, SnapshotInfo, broken, unsuitable};
 
-/// What is done with the snapshots inside of an image.
+/// A change of the snapshots inside of an image.
 #[derive(Clone, Copy, Debug)]
 pub enum Inner<'a> {
     /// Keep what the disk is now under this name.

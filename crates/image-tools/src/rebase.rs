@@ -1,8 +1,12 @@
 //! Gives an image another parent.
 //!
-//! The order: a new child of the new parent, under a temporary name, gets the disk's differing data and is synced; then
-//! it gets the old image's identity; then the parent's list gets it; then it gets its name, by one operation on the
-//! directory. Until that the old image is unchanged, and the disk reads the same before and after.
+//! The order:
+//! 1. A new child of the new parent, under a temporary name, gets the disk's differing data and is synced.
+//! 2. It gets the old image's identity.
+//! 3. The parent's list gets it.
+//! 4. It gets its name, by one operation on the directory.
+//!
+//! Until step 4 the old image is unchanged. The disk reads the same before and after.
 
 use std::fs;
 use std::io;
@@ -37,7 +41,7 @@ pub enum Rebase {
 
 /// An image that is about to get another parent, or none.
 pub(super) struct Rebased {
-    /// The image, locked. What its journal had is in it.
+    /// The image, locked. The writes of its journal are in it.
     pub(super) old: Disk,
     /// A new image with its way to allocate.
     pub(super) new: NewImage,

@@ -47,7 +47,7 @@ pub struct LayerInfo {
     /// The program that made it, if the format records that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub creator: Option<String>,
-    /// What only a qcow2 image has.
+    /// The properties that only a qcow2 image has.
     #[serde(skip)]
     pub qcow2: Option<Properties>,
     /// The internal snapshots, the first thousand.
@@ -144,7 +144,7 @@ impl Extent {
     }
 }
 
-/// What two disks differ in.
+/// The kind of a difference between two disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Difference {
@@ -163,7 +163,7 @@ pub struct Comparison {
     pub identical: bool,
     /// The first byte that differs.
     pub first_difference_bytes: Option<u64>,
-    /// What differs there.
+    /// The kind of the difference there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub difference: Option<Difference>,
     /// Their sizes.
@@ -271,7 +271,7 @@ impl Checked {
     }
 
     /// Joins all leaks into one harmless finding, as the image has a journal: its completed writes have space that
-    /// nothing in the image refers to yet. Which leaks are others is known when they are in the image.
+    /// nothing in the image refers to yet. Other leaks are known when those writes are in the image.
     pub(super) fn expect_journal(&mut self) {
         let leaks = mem::take(&mut self.counts.leaks);
         if leaks == 0 {

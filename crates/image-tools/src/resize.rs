@@ -23,7 +23,7 @@ pub enum NewSize {
     Less(u64),
 }
 
-/// What a resize may do.
+/// The options of a resize.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resize {
     /// Make the disk smaller, if nothing is allocated past its new end.
@@ -75,8 +75,8 @@ impl ImageTools<'_> {
         let is_refusal = |e: &DiskError| {
             matches!(e.kind(), ErrorKind::Refused | ErrorKind::Unsuitable | ErrorKind::Usage)
         };
-        // It was opened for writing, which begins a journal: only closing it in good order takes that away. What fails
-        // here is no news: the image is whole, and the refusal counts.
+        // It was opened for writing, which begins a journal: only closing it in good order takes that away. An
+        // error here is not reported: the image is whole, and the refusal counts.
         if done.as_ref().is_err_and(is_refusal)
             && let Ok(disk) = ImageTools::open_to_write(name, &options)
         {
@@ -174,7 +174,7 @@ impl ImageTools<'_> {
     }
 
     /// Resizes an open disk, and closes it.
-    /// The order of writes is in `dirty/carry.rs`. What the disk grows by has changed.
+    /// The order of writes is in `dirty/carry.rs`. The part that the disk grows by counts as changed.
     fn set_size_and_keep_maps(
         &self,
         disk: Disk,

@@ -86,7 +86,7 @@ impl Guard {
     /// Called before so many bytes of data are written.
     ///
     /// # Errors
-    /// `StorageFull`: what is left is for others. What it wrote so far is whole.
+    /// `StorageFull`: the remaining space is for others. The data that it wrote so far are whole.
     pub(super) fn check(&self, to: &Disk, bytes: u64) -> io::Result<()> {
         let Some((taken, raw)) = self.taken.zip(growing(to)) else { return Ok(()) };
         // Where the kernel does not tell, its own error ends the copy.
@@ -116,8 +116,8 @@ fn growing(disk: &Disk) -> Option<&Raw> {
     }
 }
 
-/// The least space that the layer below the first `count` of a chain takes when it gets their data, of a disk of so many
-/// bytes: that of the data in units where it has none. What those layers take comes free only after that.
+/// The least space that the layer below the first `count` of a chain takes when it gets their data: that of the data in
+/// units where it has none. The disk has so many bytes. The space of those layers comes free only after that.
 ///
 /// # Errors
 /// `InvalidData`: metadata is damaged. Errors of the kernel.

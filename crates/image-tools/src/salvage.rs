@@ -113,7 +113,7 @@ impl Lost {
         }
     }
 
-    /// Reads a range. What is damaged is zeros in `buf`.
+    /// Reads a range. Damaged parts are zeros in `buf`.
     pub(super) async fn read(
         &self,
         (disk, port): (&Disk, &Port),

@@ -29,7 +29,7 @@ impl Speed {
         self.ahead.set(self.ahead.get().saturating_add(bytes));
     }
 
-    /// Waits until the next bytes may be copied. What is in flight goes on meanwhile: the kernel does it. `false`:
+    /// Waits until the next bytes may be copied. Requests in flight go on meanwhile: the kernel does them. `false`:
     /// `go_on` says that the copy is to end.
     pub(super) fn wait(&self, go_on: impl Fn() -> bool) -> bool {
         loop {

@@ -397,7 +397,7 @@ fn a_new_image_is_whole_or_none_and_never_the_old_one_in_part() {
     });
 }
 
-/// What another process reads, by the tables that it read before.
+/// Another process reads by the tables that it read before.
 #[test]
 fn a_process_that_reads_the_chain_reads_the_same_while_it_is_changed_below() {
     let place = chain();

@@ -1,5 +1,5 @@
-//! Backups of disks that have no dirty maps: volumes of stores, devices, exports of other servers. What has changed is
-//! found by the hashes of the last backup of the same disk: all is read, and only what differs is written.
+//! Backups of disks that have no dirty maps: volumes of stores, devices, exports of other servers. The whole
+//! disk is read, and compared with the hashes of its last backup. Only regions that differ are written.
 //!
 //! No state is kept between two such backups but the backups themselves. So one that was interrupted leaves nothing
 //! behind, and the next one begins anew.

@@ -33,7 +33,7 @@ pub struct BackUp {
     pub name: Option<String>,
     /// The name of the maps; `None`: no map is used or changed, and all is copied.
     pub map: Option<String>,
-    /// What is copied.
+    /// The data that are copied.
     pub kind: BackupKind,
     /// Most bytes a second that are read; 0: no limit.
     pub speed: u64,
@@ -145,7 +145,7 @@ impl ImageTools<'_> {
         let (file, done) = self.data_file(making, &changed)?;
         let target = file.open_disk(Format::Qcow2)?;
         let is_incremental = making.manifest.parent.is_some();
-        // What an earlier attempt has written is not known exactly.
+        // It is not known exactly which data an earlier attempt has written.
         let zeros = is_incremental || making.maps.as_ref().is_some_and(|m| m.resumed.is_some());
         let mut context = Regions::context(self).map_err(cannot)?;
         let plan = Plan {
@@ -166,7 +166,7 @@ impl ImageTools<'_> {
                 break;
             }
             let hashes = regions.hashes();
-            // Of what was in flight when it was stopped nothing has a hash.
+            // Regions that were in flight when it was stopped have no hash.
             let noted = context
                 .run(regions.flush())
                 .map_err(cannot)
@@ -195,7 +195,7 @@ impl ImageTools<'_> {
         Ok(read_bytes)
     }
 
-    /// What is copied, and what has changed since the interrupted attempt began.
+    /// The ranges that are copied, and those that have changed since the interrupted attempt began.
     fn ranges(&self, making: &Making<'_>) -> Result<(Ranges, Ranges), DiskError> {
         let bytes = making.manifest.disk.virtual_bytes;
         let all = || std::iter::once(0..bytes).collect::<Vec<_>>();
@@ -378,7 +378,7 @@ fn free_name(folder: &Folder, unix_s: u64) -> String {
     names.find(|name| is_free(name)).unwrap_or(name)
 }
 
-/// What is told of a backup.
+/// The report of a backup.
 pub(super) fn info(folder: &Folder, manifest: &Manifest, state: &'static str) -> BackupInfo {
     let data = folder.data(&manifest.name).path;
     let partial = crate::files::beside(&data, PARTIAL);

@@ -11,7 +11,7 @@
 //! A command that ends before 4 leaves both maps: together they name all that the next backup has to copy. The next one
 //! first merges the snapshot that the record, or the snapshot's own name, tells of. Then it goes on as after an
 //! interrupted backup of a disk at rest: from a new snapshot, with what has changed since the first one.
-//! Which map belongs to which backup is told by the manifests alone, so it does not matter where a command has ended.
+//! The manifests alone say which map belongs to which backup, so it does not matter where a command has ended.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -31,9 +31,9 @@ use crate::{ImageTools, MapChange, broken, parent_dir, refused};
 
 /// The end of the name of a record.
 const RECORD: &str = ".ferrite-backup-record";
-/// What is in a snapshot's name before the extension.
+/// The part of a snapshot's name before the extension.
 const SNAPSHOT: &str = "ferrite-backup";
-/// What is in the name of a raw disk that became the base of a qcow2 image.
+/// The same part of the name of a raw disk that became the base of a qcow2 image.
 const BASE: &str = "base";
 /// The longest record.
 pub(super) const MAX_RECORD: u64 = 64 << 10;
@@ -110,7 +110,7 @@ impl LiveDisk for AtRest<'_> {
     }
 }
 
-/// What a backup of a disk in use has begun.
+/// The durable record of a backup of a disk in use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackupRecord {
@@ -236,7 +236,7 @@ impl ImageTools<'_> {
         Ok(BackupDone { read_bytes, ..done })
     }
 
-    /// Steps 4 and 5, after a backup that is durable: what fails here is left to the next one.
+    /// Steps 4 and 5, after a backup that is durable. The next backup does the steps that fail here.
     fn end_live(
         &self,
         disk: &dyn LiveDisk,

@@ -74,7 +74,7 @@ pub(super) struct Manifest {
     blake3: String,
 }
 
-/// What a new manifest says of its backup.
+/// The facts of a backup for its new manifest.
 pub(super) struct NewManifest {
     pub(super) name: String,
     pub(super) id: String,

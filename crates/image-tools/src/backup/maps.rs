@@ -37,7 +37,7 @@ pub(super) enum Next {
     New(String),
 }
 
-/// What was found.
+/// The maps that were found.
 struct Sorted<'a> {
     /// The map that belongs to the newest backup, and that backup.
     last: Option<(&'a DirtyMap, &'a Manifest)>,

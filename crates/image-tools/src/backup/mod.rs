@@ -11,15 +11,15 @@
 //! The order of writes of [`ImageTools::back_up`]:
 //! 1. A file says that a map is begun for this folder (`MAP.begun`), and the next map is begun, durably.
 //! 2. The unfinished manifest is written, with the identifier of that map.
-//! 3. What the last map names is copied. At times the data are made durable, and then the hashes of the complete regions
-//!    are written into the unfinished manifest.
+//! 3. The regions that the last map names are copied. At times the data are made durable, and then the hashes of the
+//!    complete regions are written into the unfinished manifest.
 //! 4. The data are durable and get their name, and the folder is synced.
 //! 5. The manifest is durable and gets its name, and the folder is synced. From here on the backup is complete.
 //! 6. The unfinished manifest and `MAP.begun` are removed, and the last map is ended.
 //!
 //! Before step 5 the last map still names all that has changed since the last backup, so a backup that was interrupted
-//! is continued, or begun again. What changed since step 1 is copied again then. After step 5 the next backup ends the
-//! last map, if step 6 did not.
+//! is continued, or begun again. Regions that changed since step 1 are copied again then. After step 5 the next backup
+//! ends the last map, if step 6 did not.
 
 use serde::Serialize;
 
@@ -40,15 +40,15 @@ pub use live::{AtRest, BackupRecord, LiveDisk};
 pub use prune::Prune;
 pub use restore::{Restore, RestoreStream};
 
-/// What a backup may copy.
+/// The kind of a backup: the data that it may copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackupKind {
-    /// What has changed since the last one, if that is known; otherwise everything.
+    /// The changes since the last one, if they are known; otherwise everything.
     #[default]
     Auto,
     /// Everything.
     Full,
-    /// What has changed since the last one.
+    /// The changes since the last one.
     Incremental,
 }
 
@@ -91,7 +91,7 @@ pub struct BackupDone {
     pub read_bytes: u64,
     /// An interrupted backup was continued.
     pub resumed: bool,
-    /// What else was done, and what is left to the user.
+    /// Further changes that were made, and steps that are left to the user.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }

@@ -1,11 +1,17 @@
 //! Removes backups, and makes incremental ones full ones.
 //!
-//! The order of removing a backup: its manifest gets another name, and the folder is synced; its data are removed; that
-//! manifest is removed. So data without a manifest are never taken for a backup, and the next command goes on.
+//! The order of removing a backup:
+//! 1. Its manifest gets another name, and the folder is synced.
+//! 2. Its data are removed.
+//! 3. That manifest is removed.
 //!
-//! The order of a merge: the new data are durable and replace the old ones under their name, which have the same content;
-//! the manifest without a parent is durable and replaces the old one. Between the two the manifest still names the
-//! parent, which is kept.
+//! So data without a manifest are never taken for a backup, and the next command goes on.
+//!
+//! The order of a merge:
+//! 1. The new data are durable and replace the old ones under their name, which have the same content.
+//! 2. The manifest without a parent is durable and replaces the old one.
+//!
+//! Between the two the manifest still names the parent, which is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -23,21 +29,21 @@ use crate::formats::Blank;
 use crate::io_context::IoContext;
 use crate::{ImageTools, NewImage, broken, refused};
 
-/// What is removed.
+/// The backups that are removed.
 #[derive(Clone, Debug, Default)]
 pub struct Prune {
     /// Of each disk all but so many of the newest.
     pub keep: Option<usize>,
     /// The backups of these names.
     pub names: Vec<String>,
-    /// What is left of interrupted backups.
+    /// The rests of interrupted backups.
     pub unfinished: bool,
     /// A backup that is kept and stands on one that is removed becomes a full one first.
     pub merge: bool,
 }
 
 impl ImageTools<'_> {
-    /// Removes backups. What an interrupted command has begun to remove is removed, too.
+    /// Removes backups, also those that an interrupted command has begun to remove.
     ///
     /// # Errors
     /// Another command uses the folder; there is no such backup; one that is kept stands on one that would be removed.

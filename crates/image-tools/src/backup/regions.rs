@@ -36,7 +36,7 @@ pub(super) struct To<'a> {
     pub(super) zeros: bool,
 }
 
-/// What is done.
+/// The work on the regions.
 pub(super) struct Plan<'a> {
     pub(super) from: &'a Disk,
     pub(super) to: Option<To<'a>>,

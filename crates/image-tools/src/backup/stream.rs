@@ -41,7 +41,7 @@ impl ImageTools<'_> {
         let cannot = |e: io::Error| match e.kind() {
             io::ErrorKind::BrokenPipe => {
                 let help = "look at what the program at the other end of the pipe says";
-                DiskError::new(ErrorKind::Io, what(), "nobody reads the stream any more", help)
+                DiskError::new(ErrorKind::Io, what(), "no program reads the stream any more", help)
             }
             _ => broken(what(), e),
         };

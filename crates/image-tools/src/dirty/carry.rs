@@ -240,7 +240,7 @@ impl ImageTools<'_> {
         Ok(Changing(begun.then_some(found)))
     }
 
-    /// The valid maps of an image that nobody writes, for another host: the bytes of a file of maps.
+    /// The valid maps of an image that is not written to, for another host: the bytes of a file of maps.
     ///
     /// # Errors
     /// They cannot be read, or are void.
@@ -249,7 +249,7 @@ impl ImageTools<'_> {
         let disk = self.open(name, true)?;
         let mut maps = self.maps_to_carry(&disk, None, what)?;
         if let Some(maps) = &mut maps {
-            // What a mirror's target lacks is of no use elsewhere.
+            // The map of a mirror says what its target lacks. It is of no use elsewhere.
             maps.maps.retain(|map| !map.name.starts_with(super::MIRROR_MAP));
         }
         match maps {
@@ -362,7 +362,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// What the disk has grown by has changed.
+/// Marks the part that the disk has grown by as changed.
 fn grow(maps: &mut [Map], known: u64, bytes: u64) {
     for map in maps {
         map.bits.resize(regions(bytes).div_ceil(64) as usize, 0);

@@ -323,7 +323,7 @@ pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerIn
     })
 }
 
-/// The properties of an export. What its server stores is not known.
+/// The properties of an export. How its server stores the data is not known.
 pub(super) fn remote_info(remote: &RemoteDisk, virtual_bytes: u64) -> LayerInfo {
     LayerInfo {
         path: remote.facts().name.clone(),

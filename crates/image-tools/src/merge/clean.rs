@@ -1,7 +1,7 @@
 //! The last step: merged images that no chain leads to are removed.
 //!
-//! The order: from the lowest one up, each locked, its marks first, then its file, then a sync of the folder; the note
-//! last, since it lists the images that are still to be removed.
+//! The order: each image is locked, from the lowest one up. Its marks are removed first, then its file. Then the folder
+//! is synced. The note is removed last, since it lists the images that are still to be removed.
 
 use ferrite_images::open_medium;
 

@@ -7,8 +7,8 @@
 //! 3. *leaf*: nothing has the chain open, and the new leaf, which is small, is merged into the lower end, which takes
 //!    its name. A leaf that is not small stays: from 1 again.
 //!
-//! After each step the leaf's name shows the disk, what the step has done is durable, and a crash in one leaves the
-//! chain before it or after it: the order of a split is that of `ImageTools::snapshot`, the order of the last step that
+//! After each step the leaf's name shows the disk, and the result of the step is durable. A crash in a step leaves the
+//! chain before it or after it. The order of a split is that of `ImageTools::snapshot`, the order of the last step that
 //! of `ImageTools::coalesce`. Until the chain is relinked, *undo* goes back: the old leaf's file gets the data of the
 //! new leaf, and its name again; the note of the copy goes after that.
 
@@ -22,7 +22,7 @@ use crate::io_context::IoContext;
 use crate::rebase::check_snapshots;
 use crate::room::Room;
 
-/// What became of a leaf that was to be merged.
+/// The result for a leaf that was to be merged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LeafMerge {
     /// Whether it is merged.

@@ -1,8 +1,10 @@
 //! The second step: the image above the stretch gets the lower end as its parent.
 //!
-//! The order: the copy was synced, and noted after that; the lower end's list gets the child, if it is to have it; the
-//! child's header names the new parent, in one step (see `Vhd::relink` and `Qcow2::relink`). Before and after it the
-//! child reads the same.
+//! The order:
+//! 1. The copy was synced, and noted after that.
+//! 2. The lower end's list gets the child, if it is to have it.
+//! 3. The child's header names the new parent, in one step (see `Vhd::relink` and `Qcow2::relink`). The child reads the
+//!    same before and after it.
 
 use ferrite_disk::Disk;
 

@@ -62,7 +62,7 @@ pub struct MergeCopy {
     pub force: bool,
 }
 
-/// What a merge of a stretch would do.
+/// The effects of a merge of a stretch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MergePlan {
     /// The image that stands on the upper end, and will stand on the lower one.

@@ -528,8 +528,8 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
         return DiskError::new(kind, what, why.to_string(), help).with_source(e);
     }
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<MadeWay>()) {
-        let help = "try again when the store has more room: delete what nobody needs, and run ferrite store gc; or have \
-                    its content read, which keeps no room (ferrite store scrub)";
+        let help = "try again when the store has more room: delete volumes or snapshots that are not needed, and run \
+                    ferrite store gc; or have its content read, which keeps no room (ferrite store scrub)";
         return DiskError::new(ErrorKind::InUse, what, why.to_string(), help).with_source(e);
     }
     if let Some(why) = damage_of(&e) {

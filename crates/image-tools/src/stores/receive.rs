@@ -1,7 +1,12 @@
 //! Snapshots from streams: `ferrite store receive`.
 //!
-//! The order: the content is written to `NAME.partial` and made durable; it is read again, and compared with the
-//! stream's hash; a snapshot of it gets the name; then it is deleted. So nothing has the name before all is there.
+//! The order:
+//! 1. The content is written to `NAME.partial` and made durable.
+//! 2. It is read again, and compared with the stream's hash.
+//! 3. A snapshot of it gets the name.
+//! 4. `NAME.partial` is deleted.
+//!
+//! So nothing has the name before all is there.
 
 use std::io::{self, Read};
 use std::path::Path;

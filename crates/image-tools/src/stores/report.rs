@@ -20,7 +20,7 @@ pub struct StoreMade {
     pub path: String,
     /// Its size.
     pub store_bytes: u64,
-    /// What its user should know: its file system cannot hold all of it.
+    /// Notes for its user: its file system cannot hold all of it.
     pub notes: Vec<String>,
 }
 
@@ -35,7 +35,7 @@ pub struct StoreGrown {
     pub store_bytes: u64,
     /// Free room for content.
     pub free_bytes: u64,
-    /// What its user should know: its file system cannot hold all of it.
+    /// Notes for its user: its file system cannot hold all of it.
     pub notes: Vec<String>,
 }
 
@@ -62,7 +62,7 @@ pub struct StoreListed {
 }
 
 impl StoreListed {
-    /// Adds how much of each volume is not zeros. What was made since the count has none.
+    /// Adds how much of each volume is not zeros. A volume that was made since the count has no figure.
     pub fn count(&mut self, stats: &StoreStats) {
         let counted = stats.stats.volumes.iter().map(|of| (of.name.as_str(), of.mapped_bytes));
         let counted: BTreeMap<&str, u64> = counted.collect();

@@ -15,7 +15,7 @@ use crate::{ImageTools, Progress, broken};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// What is sent of a snapshot.
+/// The part of a snapshot that is sent.
 #[derive(Clone, Debug, Default)]
 pub struct Send {
     /// Only what differs from this snapshot of the same store.
@@ -161,7 +161,7 @@ impl ImageTools<'_> {
                 DiskError::new(
                     ErrorKind::Io,
                     what.clone(),
-                    "nobody reads the stream any more",
+                    "no program reads the stream any more",
                     help,
                 )
             }

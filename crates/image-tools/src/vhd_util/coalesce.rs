@@ -2,7 +2,7 @@
 //!
 //! The image is only read, and hides all that is written into its parent. So it reads the same at any moment, and so
 //! does each image above, also of processes that have the chain open: see `merge/copy.rs`, of whose rules these hold
-//! for a VHD. After a kill the copy is made anew. What it has written is right, and is written again.
+//! for a VHD. After a kill the copy is made anew. The data that it had written are right, and are written again.
 //!
 //! The order in the parent is that of any write (`Blocks::commit`): data and new bitmaps, `fdatasync`, then the table.
 

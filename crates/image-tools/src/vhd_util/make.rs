@@ -29,7 +29,7 @@ pub struct VhdParent {
     pub raw: bool,
 }
 
-/// What a new VHD is to be.
+/// The properties of a new VHD.
 #[derive(Clone, Debug, Default)]
 pub struct NewVhd {
     /// The bytes of its disk, rounded up to whole blocks; 0: those of its parent.
@@ -38,7 +38,7 @@ pub struct NewVhd {
     pub fixed: bool,
     /// The size that the disk can grow to within its table; 0: it cannot.
     pub room_bytes: u64,
-    /// What it stands on.
+    /// Its parent.
     pub parent: Option<VhdParent>,
     /// It stands on the parent itself, even if that is empty, and has a parent.
     pub on_empty: bool,
@@ -75,7 +75,7 @@ impl VhdParent {
 }
 
 impl ImageTools<'_> {
-    /// Makes a VHD at `path`. What is there is lost.
+    /// Makes a VHD at `path`. A file that is there is lost.
     ///
     /// # Errors
     /// The options contradict each other: nothing was changed. Errors of the kernel: there is no image.

@@ -38,7 +38,7 @@ pub enum VhdChange {
     Marker(u8),
     /// The hash of the key that its data will be encrypted with.
     Key {
-        /// What was hashed together with the key.
+        /// The bytes that were hashed together with the key.
         nonce: [u8; 32],
         /// SHA-256 of both.
         hash: [u8; 32],

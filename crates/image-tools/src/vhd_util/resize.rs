@@ -23,7 +23,7 @@ use super::failed;
 use crate::io_context::IoContext;
 use crate::{ImageTools, broken, unsuitable};
 
-/// What begins a journal.
+/// The first bytes of a journal.
 const MAGIC: [u8; 16] = *b"ferrite-vhd-size";
 /// Bytes of a journal.
 const BYTES: usize = 4096;

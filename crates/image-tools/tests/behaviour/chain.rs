@@ -17,7 +17,7 @@ use crate::common::{MIB, Queue, dir_in_memory, work};
 pub(crate) const BYTES: u64 = 8 * MIB;
 pub(crate) const SMALL: u64 = 512 << 10;
 
-/// A chain, the base first, each image with data of its own, and what its leaf reads as.
+/// A chain, the base first, each image with data of its own, and the content of its leaf.
 pub(crate) struct Chain {
     pub(crate) dir: TempDir,
     pub(crate) images: Vec<ImageName>,

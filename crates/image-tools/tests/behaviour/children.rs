@@ -1,4 +1,4 @@
-//! Images that others stand on: who writes to them, and who merges into them.
+//! Images that others stand on: which commands write to them, and which merge into them.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -208,7 +208,7 @@ fn a_parent_that_was_moved_is_known_by_its_uuid_and_its_copy_is_its_own() {
     assert!(error.to_string().contains("child.vhd stands on it"), "{error}");
 }
 
-/// What a crash has left of another one.
+/// It is the rest of another image, which a crash has left.
 #[test]
 fn an_unfinished_image_is_no_child() {
     let family = Family::new("vhd", "disk.vhd.ferrite-new");
@@ -226,7 +226,7 @@ fn the_parent_knows_of_a_child_elsewhere_before_that_has_its_name() {
     watched.clone(&family, &on(&family.parent)).unwrap();
     let folder = format!("sync {}", family.dir.path().file_name().unwrap().to_str().unwrap());
     let list = "name parent.vhd.ferrite-children";
-    // Somebody who adds another one would take this one for gone.
+    // A command that adds another child would take this one for removed.
     let steps = [list, &folder, "locked other.vhd", "name other.vhd", "sync elsewhere"];
     watched.did(&steps);
 }
@@ -281,7 +281,7 @@ fn a_child_elsewhere_is_known_however_far_above_the_parent_its_name_is() {
             let known: Vec<_> = text.lines().filter(|line| !line.contains("/old")).collect();
             fs::write(&list, known.join("\n") + "\n").unwrap();
             family.refuses("elsewhere/other");
-            // Whoever adds a line leaves that one.
+            // A command that adds a line keeps that one.
             clone_anywhere(&family.parent, &name(format, &at(&family.dir, "elsewhere/more")));
             let text = fs::read_to_string(&list).unwrap();
             assert!(text.contains("elsewhere/other"), "{text}");
@@ -380,7 +380,7 @@ fn another_name_of_the_child_would_be_destroyed_by_its_merge() {
 fn an_image_with_another_name_is_written_to_if_all_of_them_are_known() {
     for format in FORMATS {
         let family = Family::new(format, "other");
-        // What interrupted commands leave.
+        // The name that an interrupted command leaves.
         let new = format!("child.{format}.ferrite-new");
         let second = link(&family.child, &at(&family.dir, &new));
         drop(open(&family.child).unwrap());
@@ -394,7 +394,7 @@ fn an_image_with_another_name_is_written_to_if_all_of_them_are_known() {
     }
 }
 
-/// Whoever does not know this program goes by the mode.
+/// Users and programs that do not know this program go by the mode.
 #[test]
 fn a_parent_is_read_only_for_others_while_a_child_is_merged_and_when_that_fails() {
     for format in FORMATS {
@@ -569,7 +569,7 @@ fn odd_names_and_links_lead_to_the_same_parent() {
     disk.close().unwrap();
 }
 
-/// It may be an older state of the disk that somebody keeps.
+/// It may be an older state of the disk that its user keeps.
 #[test]
 fn a_parent_with_another_name_does_not_become_the_disk_under_that_name_too() {
     for format in FORMATS {

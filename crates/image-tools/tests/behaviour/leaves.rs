@@ -110,7 +110,7 @@ fn a_split_is_undone_if_little_was_written_since() {
     }
 }
 
-/// What the lower end could not become in the end is refused before anything is changed.
+/// A merge is refused before anything is changed, if the lower end could not become the leaf in the end.
 #[test]
 fn a_leaf_that_cannot_be_merged_is_refused_by_the_plan() {
     let refusal = |chain: &Chain, to: &ImageName| {

@@ -32,12 +32,12 @@ fn a_parent_that_was_renamed_knows_its_children_in_other_folders() {
         tree.make_writable("a/template");
         let error = tree.open("a/template").unwrap_err();
         assert!(error.to_string().contains("stands on it"), "{error}");
-        // What stands on the other one by its name is in nobody's way.
+        // An image whose parent is the new `a/base` hinders no merge into the old one.
         let next = format!("a/next.{format}");
         tree.clone("a/base", &next);
         tree.remove("b/vm");
         tree.coalesce("a/own").unwrap();
-        // What it leaves of the list is the other one's.
+        // The merge leaves one line in the list: that of the new `a/base`.
         assert_eq!(tree.list("a/base").lines().count(), 1, "{}", tree.list("a/base"));
         tree.make_writable("a/base");
         let error = tree.open("a/base").unwrap_err();
@@ -213,7 +213,7 @@ fn a_child_with_the_extension_of_another_format_is_known_by_a_line_and_by_what_i
     }
 }
 
-/// Who may write in the folder can put it there.
+/// A user with the right to write in the folder can put it there.
 #[test]
 fn a_list_that_is_no_regular_file_is_refused_by_name_and_nobody_waits_for_it() {
     let tree = Tree::new(Format::Vhd);

@@ -319,7 +319,7 @@ fn a_parent_that_is_a_mount_itself_has_clones_only_by_word() {
     }
 }
 
-/// Nobody writes to it there, whatever its mode.
+/// No process can write to it there, whatever its mode.
 #[test]
 fn a_parent_on_a_read_only_file_system_has_clones_by_word_and_its_owner_is_told_of_its_mode() {
     let tree = Tree::new(Format::Vhd);

@@ -84,7 +84,7 @@ fn a_device_that_is_too_small_is_refused_with_both_sizes_and_stays_as_it_was() {
     }
 }
 
-/// What a thin image takes is known when it is written.
+/// The size of a thin image is known when it is written.
 #[test]
 fn a_device_that_is_too_small_for_a_thin_image_is_told_from_a_full_file_system() {
     for format in ["vhd", "qcow2"] {
@@ -166,7 +166,7 @@ fn what_a_killed_backend_has_answered_survives_a_repair_without_the_parent() {
     }
 }
 
-/// Whoever flushes a disk flushes its leaf: what its parent lacks would stay on this host.
+/// A flush of a disk flushes its leaf: writes that its parent lacks would stay on this host.
 #[test]
 fn no_image_is_made_on_one_that_lacks_what_a_killed_backend_has_answered() {
     for format in ["vhd", "qcow2"] {

@@ -83,7 +83,7 @@ fn a_copy_that_starts_again_does_not_go_on_from_an_earlier_ones_note() {
     let dir = dir_on_disk();
     let (from, to) = source(&dir);
     let (partial, note) = interrupt(&from, &to);
-    // What a kill leaves when the first byte is asked for.
+    // The files that a kill leaves when the first byte is asked for.
     let (killed, killed_note) = remains(&name(&at(&dir, "killed.vhd")));
     let seen = std::cell::Cell::new(false);
     let killed_at_once = |_: Progress| {
@@ -121,7 +121,7 @@ fn a_note_of_a_copy_that_was_finished_is_nothing_to_go_on_from() {
     assert!(seen.get() && same(&from, &to));
 }
 
-/// Who may write in the folder puts links there, under the names that a conversion will use.
+/// A user with the right to write in the folder puts links there, under the names that a conversion will use.
 #[test]
 fn a_conversion_writes_through_no_link_and_waits_for_no_pipe() {
     let dir = dir_on_disk();
@@ -278,7 +278,7 @@ fn of_two_that_make_a_file_one_succeeds_and_the_file_is_that_ones() {
                 moment,
                 [NewImage { parent: Some(parent.clone()), ..new(8) }, new(16)],
             );
-            // What has no lock yet is taken for left over.
+            // A file that has no lock yet is taken for left over.
             let bytes = match moment {
                 Moment::Made => [None, Some(16 * MIB)],
                 Moment::Empty | Moment::Complete => [Some(8 * MIB), None],
@@ -456,7 +456,7 @@ fn a_second_snapshot_under_the_same_name_is_refused_when_the_disk_has_changed() 
         let (disk, _) = spellings(&dir, extension);
         let old = name(&at(&dir, &format!("old.{extension}")));
         work(|tools| tools.snapshot(&disk, &old)).unwrap();
-        // What the last step of one that was interrupted leaves.
+        // A snapshot that is interrupted in its last step leaves this mode.
         fs::set_permissions(&old.path, fs::Permissions::from_mode(0o640)).unwrap();
         let done = work(|tools| tools.snapshot(&disk, &old)).unwrap();
         assert!(done.notes.iter().any(|note| note.contains("nothing to do")), "{done:?}");
@@ -471,7 +471,7 @@ fn a_second_snapshot_under_the_same_name_is_refused_when_the_disk_has_changed() 
             queue.write(0, bytes).unwrap();
             queue.close().unwrap();
         };
-        // What reads as before may be what the guest has written.
+        // Data that read as before may be writes of the guest.
         write(&[0; 4096]);
         refused();
         write(&[1; 4096]);
@@ -509,7 +509,7 @@ fn no_link_is_taken_for_the_image_when_a_child_is_merged() {
     assert!(link.path.is_symlink() && old.path.exists());
 }
 
-/// Neither its size nor any time says that somebody has written to it.
+/// Neither its size nor any time shows a write to it.
 #[test]
 fn a_copy_of_a_device_does_not_go_on() {
     let dir = dir_on_disk();

@@ -1,4 +1,4 @@
-//! Whose what replaces an image is, and who may use it: as the one before.
+//! A file that replaces an image has the owner, the group and the rights of the file before.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -51,7 +51,7 @@ fn what_replaces_an_image_has_its_owner_and_mode() {
         work(|tools| tools.convert(&from, &to, &forced())).unwrap();
         assert_eq!(rights(&to), expected, "convert");
     }
-    // A parent's place is taken by what is none.
+    // An image that is no parent replaces a parent.
     let (user, group, _) = set_rights(&to, 0o440);
     work(|tools| tools.create(&to, &new)).unwrap();
     assert_eq!(rights(&to), (user, group, 0o640));

@@ -71,7 +71,7 @@ fn a_bit_that_is_turned_anywhere_is_found() {
     }
 }
 
-/// The hashes are right, as of one who means it.
+/// The hashes are right, as in a stream that an attacker has made.
 #[test]
 fn what_makes_no_sense_is_refused_and_takes_no_memory() {
     let with = |change: fn(&mut Header)| {

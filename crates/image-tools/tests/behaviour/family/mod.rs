@@ -50,7 +50,7 @@ pub(crate) fn snapshot(leaf: &ImageName, parent: &ImageName) -> Done {
     anywhere(&HostDirectory, |tools| tools.snapshot(leaf, parent)).unwrap()
 }
 
-/// What who does not know better does.
+/// Makes an image writable, as a user does who does not know of its children.
 pub(crate) fn make_writable(image: &ImageName) {
     fs::set_permissions(&image.path, Permissions::from_mode(0o644)).unwrap();
 }
