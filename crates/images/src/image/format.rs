@@ -44,8 +44,8 @@ pub trait ImageFormat: fmt::Display {
     /// Sets the memory for metadata that can be read again.
     fn set_metadata_bytes(&mut self, _: usize) {}
 
-    /// What is damaged in an image that is open in spite of that, a line each; at most a few, and how many more there
-    /// are. What is damaged in tables that are read later is not among them.
+    /// The damage of an image that is open in spite of it, a line each; at most a few, and how many more there are.
+    /// Damage in tables that are read later is not among them.
     fn flaws(&self) -> Vec<String> {
         Vec::new()
     }

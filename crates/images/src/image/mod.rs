@@ -206,7 +206,7 @@ impl Image {
     }
 
     /// Sectors that [`map`](Self::map) has found in each layer below the leaf since the image was opened, the leaf's parent
-    /// first. What is unpacked does not count.
+    /// first. Sectors of compressed clusters do not count.
     pub fn found_below(&self) -> impl Iterator<Item = u64> + '_ {
         self.found_below.iter().map(|found| found.load(Ordering::Relaxed))
     }

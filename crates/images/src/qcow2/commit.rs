@@ -129,7 +129,7 @@ impl Qcow2 {
     }
 
     /// A sector of L1 as it was when the commit began. The table's last sector may have fewer
-    /// entries; what follows it in its cluster is not used.
+    /// entries; the rest of its cluster is not used.
     fn l1_sector(&self, sector: usize, block: &mut [u8]) {
         let state = self.state();
         for (i, to) in block.chunks_exact_mut(8).enumerate() {

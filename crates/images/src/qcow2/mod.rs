@@ -77,7 +77,7 @@ pub struct Properties {
     pub is_corrupt: bool,
     /// Another program may leave refcounts behind, and makes them new after a crash.
     pub has_lazy_refcounts: bool,
-    /// What compressed clusters are packed by: `zlib` or `zstd`.
+    /// The method of compressed clusters: `zlib` or `zstd`.
     pub compression: &'static str,
     /// L2 entries have a bitmap of subclusters.
     pub has_extended_l2: bool,
@@ -93,7 +93,7 @@ pub struct Qcow2 {
     l1: Box<[AtomicU64]>,
     cache: Cache,
     alloc: Allocator,
-    /// What is done about damage, and what was found of it at opening.
+    /// The reaction to damage, and the damage found at opening.
     on_damage: OnDamage,
     flaws: Vec<String>,
     /// Reads that have met damage, and were logged.

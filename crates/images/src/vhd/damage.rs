@@ -216,7 +216,7 @@ fn overlapping(placed: &mut [(u32, u32)], stride: u64) -> Vec<u32> {
     bad
 }
 
-/// What is there of the block that the end of the image cuts off. `None`: its bitmap cannot be read.
+/// The part that is there of the block that the end of the image cuts off. `None`: its bitmap cannot be read.
 fn cut(raw: &Raw, layout: &Layout, sector: u32, block: u32) -> Option<Cut> {
     let start = u64::from(sector) * SECTOR;
     let data = layout.medium_bytes - start - layout.bitmap_bytes;

@@ -1,8 +1,8 @@
 //! Changes fields of the headers of an image that is open and in use: its parent's name, the hidden mark, the hash of
 //! its key, its size. Guests read and write meanwhile, and blocks get places. No block is moved.
 //!
-//! The chain that is open stays as it is, and so does the size of the open disk: what was changed holds from the next
-//! opening on. Every change may be repeated. A process or host that dies leaves the old fields or the new ones.
+//! The chain that is open stays as it is, and so does the size of the open disk: the changes hold from the next opening
+//! on. Every change may be repeated. A process or host that dies leaves the old fields or the new ones.
 //!
 //! `growing` is held by all of this but the key's, so no other task changes the end of the file or writes a footer.
 
@@ -48,12 +48,12 @@ pub struct ParentLink {
     pub relative: PathBuf,
 }
 
-/// What an open image's headers and table say now.
+/// The facts in an open image's headers and table now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Bytes of its disk, which the disk has after the next opening.
     pub bytes: u64,
-    /// The end of the last used part of its file. What is set aside behind that does not count.
+    /// The end of the last used part of its file. Space that is set aside behind that does not count.
     pub end: u64,
     /// Blocks that have a place; `None`: it is fixed.
     pub blocks: Option<u32>,
@@ -85,7 +85,7 @@ impl Vhd {
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = footer.clone();
     }
 
-    /// What the headers and the table say now.
+    /// The facts in the headers and the table now.
     ///
     /// # Errors
     /// The parent's name cannot be read.

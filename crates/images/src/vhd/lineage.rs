@@ -11,7 +11,7 @@ use super::format::header::{self, Header};
 use super::meta::{CopyOnDevice, Footers, MetaError, read_array, read_parent_paths};
 use super::{Parent, Uuid};
 
-/// What begins a footer.
+/// The first bytes of a footer.
 const COOKIE: &[u8] = b"conectix";
 
 /// An image's identity, and its parent.

@@ -147,8 +147,8 @@ impl Seen {
         Ok(Some(found))
     }
 
-    /// Bytes of the medium that the image uses: up to the end of the last used part, and a footer. What is reserved
-    /// behind that does not count.
+    /// Bytes of the medium that the image uses: up to the end of the last used part, and a footer. Space that is
+    /// reserved behind that does not count.
     ///
     /// # Errors
     /// Those of the kernel, or the table ends early.

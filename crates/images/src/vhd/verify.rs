@@ -19,7 +19,7 @@ use super::meta::{self, Footers, MetaError};
 use super::seen::{Seen, glance};
 use super::strict::Rules;
 
-/// What is checked.
+/// The options of a check.
 #[derive(Clone, Copy, Debug)]
 pub struct Verify {
     /// Without a footer at the end, the copy counts: the image is open, or was when its host crashed.

@@ -17,7 +17,7 @@ pub(in crate::qcow2) struct Fresh<'a> {
     fate: Cell<Fate>,
 }
 
-/// What happens to a fresh cluster when it is dropped.
+/// The fate of a fresh cluster when it is dropped.
 #[derive(Clone, Copy)]
 pub(in crate::qcow2) enum Fate {
     /// An entry refers to it.

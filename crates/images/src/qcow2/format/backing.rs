@@ -62,7 +62,7 @@ impl Named {
     }
 }
 
-/// What QEMU's options say: a format over a file.
+/// The parent that QEMU's options name: a format over a file.
 fn of_json(json: &str) -> Result<Named, String> {
     let value = serde_json::from_str(json).map_err(|e| format!("is no JSON: {e}"))?;
     let mut options = BTreeMap::new();

@@ -102,7 +102,7 @@ pub(crate) fn data(entry: u64, cluster_bits: u32) -> Option<Cluster> {
     (host != 0 && host & !place == 0).then_some(Cluster::Data { host, copied })
 }
 
-/// What the form of an image's L2 entries depends on.
+/// The properties that the form of an image's L2 entries depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Form {
     /// The version of the format.

@@ -22,7 +22,7 @@ const ALL_DATA: u64 = 0xffff_ffff;
 /// A bitmap that says of all subclusters that they read as zeros.
 const ALL_ZEROS: u64 = ALL_DATA << 32;
 
-/// What a part of a cluster is.
+/// The kind of a part of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
     /// In the cluster's place.
@@ -85,7 +85,7 @@ pub(crate) fn words(bytes: &[u8]) -> Vec<u64> {
     words
 }
 
-/// What a cluster has at byte `within`, by its bitmap, and for how many bytes from there on.
+/// The kind of a cluster's part at byte `within`, by its bitmap, and for how many bytes from there on.
 pub(crate) fn part(bitmap: u64, within: u64, cluster_bits: u32) -> (Part, u64) {
     let size = (1 << cluster_bits) / SUBCLUSTERS;
     let first = within / size;

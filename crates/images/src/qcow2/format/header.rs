@@ -111,7 +111,7 @@ pub(crate) struct Header {
 /// The name of a table, its offset, and its bytes.
 pub(crate) type Place = (&'static str, u64, u64);
 
-/// What is wrong with the tables that are not needed to read the disk.
+/// The errors of the tables that are not needed to read the disk.
 #[derive(Debug, Default)]
 pub(crate) struct Flaws {
     /// The refcount table.
@@ -175,7 +175,7 @@ impl Header {
         }
     }
 
-    /// What the header says of dirty bitmaps, if it has all of that.
+    /// The header's extension of dirty bitmaps, if it is complete.
     pub(crate) fn bitmaps(&self) -> Option<&[u8]> {
         let found = self.extensions.iter().find(|(kind, _)| *kind == EXT_BITMAPS);
         found.map(|(_, data)| data.as_slice()).filter(|data| data.len() >= 24)

@@ -113,8 +113,8 @@ impl Report {
     }
 }
 
-/// What a walk through all references finds: the changes that make refcounts and references agree, and what these
-/// follow from.
+/// The findings of a walk through all references: the changes that make refcounts and references agree, and the reasons
+/// for them.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::qcow2) enum Fix {
     /// The count of a cluster, as there are references.

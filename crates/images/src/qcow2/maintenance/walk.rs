@@ -29,7 +29,7 @@ const LEAST_UNUSED_BYTES: u64 = 64 << 10;
 /// The largest directory of bitmaps.
 const MAX_LIST_BYTES: u64 = 64 << 20;
 
-/// What is done with the counts of references.
+/// The use of the counts of references.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::qcow2) enum Counting {
     /// They are compared with the refcounts.
@@ -40,7 +40,7 @@ pub(in crate::qcow2) enum Counting {
     Owned,
 }
 
-/// What a walk goes through.
+/// The extent of a walk.
 #[derive(Clone, Debug)]
 pub(in crate::qcow2) struct Course {
     pub(in crate::qcow2) counting: Counting,

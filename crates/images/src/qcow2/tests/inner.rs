@@ -57,7 +57,7 @@ fn must_be_clean(path: &Path) {
     assert!(qemu_check(path).is_none_or(|code| code == 0));
 }
 
-/// What QEMU reads of a snapshot; `None` where it is not installed.
+/// The bytes that QEMU reads of a snapshot; `None` where it is not installed.
 fn by_qemu(path: &Path, snapshot: &str) -> Option<Vec<u8>> {
     let raw = path.with_extension("raw");
     let mut convert = Command::new("qemu-img");

@@ -20,7 +20,7 @@ struct Copying<'a> {
     image: &'a Qcow2,
     cluster: u64,
     old: u64,
-    /// What the subclusters of a mixed cluster are.
+    /// The bitmap of the subclusters of a mixed cluster.
     bitmap: u64,
     /// Byte offset of the new place.
     host: u64,

@@ -1,4 +1,4 @@
-//! What a change of the headers needs of the blocks: the end of the file for itself, and a place there.
+//! The blocks' part in a change of the headers: the end of the file for itself, and a place there.
 
 use std::io;
 use std::sync::PoisonError;

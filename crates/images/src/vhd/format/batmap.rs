@@ -23,7 +23,7 @@ const HASH_AT: usize = 62;
 const VERSION_SIGNED: u32 = 0x0001_0001;
 const VERSION: u32 = 0x0001_0002;
 
-/// What is done about an encrypted image.
+/// The reaction to an encrypted image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Encrypted {
     Refused,
@@ -33,7 +33,7 @@ pub(crate) enum Encrypted {
 /// The hash of an encrypted image's key, as in its batmap's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyHash {
-    /// What was hashed together with the key.
+    /// The nonce that was hashed together with the key.
     pub nonce: [u8; 32],
     /// SHA-256 of both.
     pub hash: [u8; 32],

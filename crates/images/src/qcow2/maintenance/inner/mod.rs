@@ -2,15 +2,15 @@
 //!
 //! The image gets new metadata beside the old: the tables that change, and all refcounts, in clusters that are free. One
 //! sector of the header names all of them, and is never torn. The order:
-//! 1. A mark of a dead process is removed from the header; sync. From now on free clusters are really unused: what a
-//!    killed process has left unsynced is on the medium.
+//! 1. A mark of a dead process is removed from the header; sync. From now on free clusters are really unused: the
+//!    unsynced writes of a killed process are on the medium.
 //! 2. The copies of L2 tables whose flags change, L1, the new snapshot's L1, the table of snapshots; sync.
 //! 3. The refcounts, counted from the new tables; sync. Then the new state is checked, as by `ferrite image check`.
 //! 4. The header's first sector; sync.
 //! 5. The old tables are unused then: they become holes, and the file's end is cut off if it is free.
 //!
-//! A power cut before the end of 4 leaves the old state, or the new one, without a leaked cluster. What 2 and 3 have
-//! written is in clusters with a refcount of 0.
+//! A power cut before the end of 4 leaves the old state, or the new one, without a leaked cluster. The writes of 2 and
+//! 3 are in clusters with a refcount of 0.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -24,7 +24,7 @@ pub(super) async fn write(port: &Port, raw: &Raw, planned: &Planned) -> io::Resu
         }
     };
     switch(port, &new).await?;
-    // What is left is unused space, which a repair gives back, too.
+    // The rest is unused space, which a repair gives back, too.
     if let Err(e) = give_back(port, raw, &new).await {
         tracing::warn!(
             "unused space of {} could not be given back: {e}; ferrite image repair --force does it",
@@ -121,7 +121,7 @@ async fn switch(port: &Port, new: &Header) -> io::Result<()> {
     meta::sync(port).await
 }
 
-/// Frees the space of what was written and is not used, as well as possible.
+/// Frees the clusters that were written and are not used, as well as possible.
 async fn take_back(port: &Port, raw: &Raw, planned: &Planned) {
     let file = port.files[0];
     if !raw.is_file() {
