@@ -2,11 +2,11 @@
 //!
 //! One [`Arena`] a disk: anonymous memory, page aligned, on 2 MiB pages where the kernel has them.
 //! The kernel (a running transfer), the hypervisor (a grant copy) and this process use it at the
-//! same time, so nothing here ever hands out a `&[u8]`: bytes are copied in and out, and foreign
-//! code gets raw pointers that were bounds-checked once, in [`Arena::ptr`].
+//! same time. So nothing here ever hands out a `&[u8]`: bytes are copied in and out. Foreign code
+//! gets raw pointers that were bounds-checked once, in [`Arena::ptr`].
 //!
 //! Pages that were never touched are not resident (but those of the kernel's reserve of huge
-//! pages), nor are those that were given back ([`Arena::release`]). What an engine pins is
+//! pages), nor are those that were given back ([`Arena::release`]). Memory that an engine pins is
 //! resident, and counts against the memlock limit of a process without `CAP_IPC_LOCK`.
 
 mod lent;
@@ -155,7 +155,7 @@ impl Arena {
     }
 
     /// From the kernel's reserve of huge pages. The mapping is not `MAP_NORESERVE`, so the pages
-    /// are set aside now, and they are made now, which costs nobody anything more: a shortage (of
+    /// are set aside now. They are also made now, which costs no other process more. A shortage (of
     /// the reserve, of a memory node or a control group) shows here, never as a SIGBUS later.
     fn map_huge(len: usize) -> Option<Arena> {
         if free_huge_pages() < len / HUGE_PAGE_BYTES {
@@ -169,7 +169,7 @@ impl Arena {
         let base = NonNull::new(base.ok()?.cast::<u8>())?;
         // From here on, dropping it unmaps it.
         let arena = Arena { base, len, kind: Kind::Huge, names: OnceLock::new() };
-        // SAFETY: our own mapping; its pages are made, what they hold stays zero.
+        // SAFETY: our own mapping; its pages are made, and their content stays zero.
         match unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) } {
             // Before Linux 5.14 there is no such advice.
             Ok(()) | Err(Errno::INVAL) => Some(arena),
@@ -188,8 +188,8 @@ impl Arena {
         let before = start.align_offset(HUGE_PAGE_BYTES);
         let base = start.wrapping_add(before);
         let after = padded - before - len;
-        // SAFETY: both ranges lie in the mapping made above, outside of base..base+len, and nobody
-        // knows of them. An error leaves them mapped, which costs address space only.
+        // SAFETY: both ranges lie in the mapping made above, outside of base..base+len, and no other
+        // code knows of them. An error leaves them mapped, which costs address space only.
         unsafe {
             if before > 0 {
                 let _ = munmap(start.cast(), before);
@@ -291,7 +291,7 @@ impl Arena {
     }
 
     /// Gives the memory of the span back to the system: it is no longer resident, and reads as
-    /// zeros. Nobody may be using it, the kernel included. Memory from the reserve of huge pages
+    /// zeros. It must not be in use, by the kernel either. Memory from the reserve of huge pages
     /// stays.
     ///
     /// # Panics
@@ -405,7 +405,7 @@ mod tests {
     fn untouched_memory_is_not_resident() {
         let arena = Arena::new(64 << 20).unwrap();
         if arena.kind == Kind::Huge {
-            return; // From the reserve, which is nobody else's memory.
+            return; // From the reserve, which no other program uses.
         }
         arena.fill(arena.span(0, 1), 1);
         let pages = arena.len() / 4096;

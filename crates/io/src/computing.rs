@@ -13,11 +13,11 @@ use ferrite_host::processors;
 /// Threads at most, and never more than there are processors.
 const THREADS: usize = 4;
 
-/// What is to be computed; see [`Engine::compute`](crate::engine::Engine::compute).
+/// A computation; see [`Engine::compute`](crate::engine::Engine::compute).
 pub struct Work(Box<dyn FnOnce() + Send>);
 
 impl Work {
-    /// `work`, which must not wait for anything. What it finds it leaves where its giver looks.
+    /// `work`, which must not wait for anything. It leaves its results where its giver looks.
     pub fn new(work: impl FnOnce() + Send + 'static) -> Work {
         Work(Box::new(work))
     }
@@ -62,7 +62,7 @@ fn jobs() -> MutexGuard<'static, Jobs> {
 /// Has it done; `giver` is told of its end, once.
 ///
 /// # Errors
-/// There is no thread, and none can be made. Nobody is told.
+/// There is no thread, and none can be made. `giver` is not told.
 pub(crate) fn give(id: u64, work: Work, giver: Arc<Results>) -> io::Result<()> {
     let mut jobs = jobs();
     if jobs.idle <= jobs.waiting.len() && jobs.threads < THREADS.min(processors::count()) {

@@ -3,7 +3,7 @@
 //! An engine belongs to one thread. Operations are queued with [`Engine::push`], handed to the
 //! kernel in one batch by [`Engine::submit`], and come back from [`Engine::reap`] in any order.
 //! Data operations name memory by [`Span`], a range of the [`Arena`](crate::arena::Arena) that
-//! the engine was built with; the engine keeps the arena alive until the kernel is done with it,
+//! the engine was built with. The engine keeps the arena alive until the kernel is done with it,
 //! so no caller can free memory under a running transfer.
 
 use std::io;
@@ -95,7 +95,7 @@ pub enum Op {
         /// The file reaches to the end of the range then. Otherwise it keeps its size (`KEEP_SIZE`).
         extends: bool,
     },
-    /// The file ends here: what was beyond is gone, what was missing reads as zeros
+    /// The file ends here: bytes beyond are gone, bytes that were missing read as zeros
     /// (`ftruncate`). It blocks, so engines run it beside the queue.
     SetLen {
         /// Which file.
@@ -209,8 +209,8 @@ pub trait Engine {
     }
 
     /// Lets go of all files, on none of which an operation may be in flight. The next that is added
-    /// has index 0 again. A lock that was held through one comes free a moment later, if nobody else
-    /// has that open: at the latest when the engine waits again.
+    /// has index 0 again. A lock that was held through one comes free a moment later, if it is not open
+    /// elsewhere: at the latest when the engine waits again.
     ///
     /// # Errors
     /// The kernel's; the files stay.
@@ -245,7 +245,7 @@ pub trait Engine {
         false
     }
 
-    /// Queues one operation. Never fails: what is wrong with it comes back as its completion.
+    /// Queues one operation. Never fails: an error comes back as its completion.
     /// A full submission queue is submitted first.
     fn push(&mut self, token: Token, op: Op);
 
@@ -303,8 +303,8 @@ pub trait Engine {
     fn reap(&mut self, out: &mut Vec<Completion>);
 
     /// Whether [`reap`](Engine::reap), after a [`submit`](Engine::submit), may find something: a
-    /// look at memory, without a system call, that a caller may repeat as often as it likes. What
-    /// waits for a descriptor or a time may be seen by `submit` only.
+    /// look at memory, without a system call, that a caller may repeat as often as it likes. Waits
+    /// for a descriptor or a time may be seen by `submit` only.
     fn may_reap(&mut self) -> bool;
 
     /// Operations pushed and not yet reaped.

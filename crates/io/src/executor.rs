@@ -2,8 +2,8 @@
 //!
 //! Tasks are polled by [`Executor::run`] and nowhere else, in the order in which they were woken,
 //! so the same wakings give the same history. A waker may be used on any thread, but it does not
-//! end a wait in the kernel: what comes from another thread comes through a descriptor that a
-//! task waits for.
+//! end a wait in the kernel: news from another thread come through a descriptor that a task
+//! waits for.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -212,7 +212,7 @@ impl LocalSignal {
         LocalSignal::default()
     }
 
-    /// Raises the flag and wakes everyone who waits for it.
+    /// Raises the flag and wakes all tasks that wait for it.
     pub fn raise(&self) {
         self.raised.set(true);
         for waker in self.waiting.take() {

@@ -7,7 +7,7 @@ use std::mem::MaybeUninit;
 
 use rustix::mm::{Advice, madvise};
 
-/// What advice is for.
+/// The unit of advice to the kernel.
 const PAGE_BYTES: usize = 4096;
 
 /// A table in huge pages, as far as the kernel has them.

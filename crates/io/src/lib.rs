@@ -5,7 +5,7 @@
 //! * [`engine`]: the [`Engine`](engine::Engine) trait, batches of operations in and
 //!   completions out; [`uring`] implements it on io_uring, [`aio`] on Linux AIO, and [`engines`]
 //!   chooses between them.
-//! * [`computing`]: what takes a processor for long, beside the threads of queues.
+//! * [`computing`]: work that takes a processor for long, beside the threads of queues.
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
 //! * [`foreign`]: memory of other processes, mapped: copies in and out.

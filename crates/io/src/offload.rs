@@ -1,6 +1,6 @@
-//! What an engine has done beside its thread: system calls that block and that its kernel interface does
-//! not have, by a helper thread of its own, and computing. Results come back through an eventfd that the
-//! engine watches.
+//! Work that an engine has done beside its thread: system calls that block and that its kernel interface
+//! does not have, by a helper thread of its own, and computing. Results come back through an eventfd that
+//! the engine watches.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -108,7 +108,7 @@ impl Job {
     }
 }
 
-/// What has ended and was not taken.
+/// Results that were not taken yet.
 pub(crate) struct Results {
     done: Mutex<Vec<(u64, i32)>>,
     /// Whether something is in there: a look that costs nothing.
@@ -191,8 +191,8 @@ impl Results {
         done.push((id, raw));
         self.any.store(true, Ordering::Release);
         // Under the lock, as the read in `take`: written later, it would wake for what was taken
-        // already, again and again, since nobody reads it before there are results. It can fail
-        // only if the counter is full, and then it wakes already.
+        // already, again and again, since the engine does not read it before there are results. It
+        // can fail only if the counter is full, and then it wakes already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }
@@ -201,7 +201,7 @@ fn work(queue: &Receiver<Job>, results: &Results) {
     while let Ok(job) = queue.recv() {
         let raw = job.run();
         let id = job.id;
-        // The file may be closed by whoever gets the result.
+        // The receiver of the result may close the file.
         drop(job);
         results.push(id, raw);
     }

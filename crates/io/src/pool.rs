@@ -11,8 +11,8 @@
 //!
 //! A pool may [grow](Pool::grow) by further shared slabs, until all of its queues rest.
 //!
-//! A pool of [many queues](Pool::of_many), most of which do little, keeps each of them small: an engine pins the beginning
-//! of its queue's own slab, as far as that is used, and the slab's memory goes back when that queue rests.
+//! A pool of [many queues](Pool::of_many), most of which do little, keeps each of them small. An engine pins the
+//! beginning of its queue's own slab, as far as that is used. The slab's memory goes back when that queue rests.
 
 mod bitmap;
 mod growth;
@@ -45,7 +45,7 @@ const FIRST_PINNED: u32 = 64;
 /// The most that a kernel pins in one piece, in bytes.
 const MAX_PINNED_BYTES: usize = 1 << 30;
 
-/// What a pool may get from others.
+/// The memory that a pool may get from others.
 #[derive(Default)]
 pub struct Others {
     /// Queues use its pages first while they are warm: as many as their buffers have filled at once, so
@@ -220,9 +220,9 @@ impl Pool {
         grown.give_back();
     }
 
-    /// Memory of one queue for other things than guests' data; empty, unless it was asked for. It
-    /// is given back to the system when that queue [cools](QueuePool::cool), by nobody else: a
-    /// queue that never had data, and so was never warm, may be using its own.
+    /// Memory of one queue for other things than guests' data; empty, unless it was asked for. Only
+    /// that queue gives it back to the system, when it [cools](QueuePool::cool). A queue that never
+    /// had data, and so was never warm, may be using its own.
     pub fn scratch(&self, queue: usize) -> Span {
         let first = self.slabs as usize * SLAB_BYTES;
         self.arena.span(first + queue * self.scratch_bytes, self.scratch_bytes)
@@ -233,7 +233,7 @@ impl Pool {
         &self.arena
     }
 
-    /// 4096 bytes that nobody writes: they are zero.
+    /// 4096 bytes that are never written: they are zero.
     pub fn zero_page(&self) -> Span {
         self.arena.span(self.slabs as usize * SLAB_BYTES - PAGE_BYTES, PAGE_BYTES)
     }
@@ -431,8 +431,8 @@ impl QueuePool {
 
     /// Says that this queue uses neither buffers nor its scratch memory for now, and that no
     /// engine has them pinned. The scratch memory is given back to the system; the buffers are
-    /// when no queue uses any, but of [many queues](Pool::of_many) at once. What is given back reads
-    /// as zeros.
+    /// when no queue uses any, but of [many queues](Pool::of_many) at once. Memory that is given back
+    /// reads as zeros.
     pub fn cool(&mut self) {
         self.cool_as(false);
     }

@@ -294,8 +294,8 @@ impl Reactor {
         self.shared.executor.has_ready()
     }
 
-    /// Whether tasks have pushed what only the next turn submits: a look at memory. Nothing comes of it
-    /// before, so whoever polls first waits for nothing.
+    /// Whether tasks have pushed operations that only the next turn submits: a look at memory. They have
+    /// no effect before, so a caller that polls first waits for nothing.
     pub fn has_unsent(&self) -> bool {
         self.shared.unsent.get()
     }
@@ -311,10 +311,10 @@ impl Reactor {
     }
 
     /// Runs tasks that are ready, hands everything queued to the kernel, waits if asked, appends
-    /// the completions of the hot path to `out` and runs the tasks that the others woke. What
-    /// these push is submitted by the next turn. If a task has run, or is ready, it does not wait:
-    /// what a task does may be just what the caller waits for. It may return without a
-    /// completion before the time is over.
+    /// the completions of the hot path to `out` and runs the tasks that the others woke. The next
+    /// turn submits what these push. If a task has run, or is ready, it does not wait: the caller
+    /// may wait for just what a task does. It may return without a completion before the time is
+    /// over.
     ///
     /// # Errors
     /// Those of the engine's submission; nothing is lost, and the next turn tries again.
@@ -334,7 +334,7 @@ impl Reactor {
         });
         self.wake(first, out);
         self.shared.executor.run(POLLS_PER_TURN);
-        // What a remote's tasks have received in this turn.
+        // The completions that a remote's tasks have received in this turn.
         if self.shared.remotes.any.get() {
             self.unstash(out);
         }
@@ -409,7 +409,7 @@ impl Reactor {
                 break Err(e);
             }
         };
-        // What came is older than what is there.
+        // The completions in `out` are older than those in the stash.
         let mut stash = self.shared.stash.borrow_mut();
         out.append(&mut stash);
         *stash = out;
@@ -422,8 +422,8 @@ impl Drop for Reactor {
     /// waits for everything else that is in flight. An [`Io`] that is left gets errors from now on.
     ///
     /// A task's locks are free with it, and another thread does again what it had begun. A write
-    /// of the task's must not come behind that thread's. What tasks have asked of a remote is not waited
-    /// for: it may take as long as its server likes, and [`Remote::end`] says what follows.
+    /// of the task's must not come behind that thread's. Requests of tasks to a remote are not waited for:
+    /// they may take as long as its server likes, and [`Remote::end`] says what follows.
     fn drop(&mut self) {
         let mut out = Vec::new();
         while self.shared.slots.borrow().working > 0 {

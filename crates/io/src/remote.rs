@@ -3,7 +3,7 @@
 //! A [`Remote`] is what one reactor has of them: a session, say, with its own tasks on that reactor. It is
 //! registered beside files ([`Reactor::add_remote`]), and operations with its [`FileId`] go to it, those
 //! of the hot path and those of tasks. Each gets a [`Reply`], by which the remote completes it with the
-//! token that it was pushed with. So nobody above has to know where data are.
+//! token that it was pushed with. So the code above need not know where data are.
 //!
 //! [`Reactor::add_remote`]: crate::reactor::Reactor::add_remote
 //! [`FileId`]: crate::engine::FileId
@@ -28,9 +28,9 @@ pub enum Backing {
     Remote(Arc<dyn RemoteFactory>),
 }
 
-/// What all reactors have in common of a remote, and what makes the part of each.
+/// The part of a remote that all reactors have in common. It makes the part of each.
 pub trait RemoteFactory: fmt::Debug + Send + Sync {
-    /// What a reactor's operations go to. It does not wait: operations that come before there is a
+    /// The part that a reactor's operations go to. This does not wait: operations that come before there is a
     /// connection wait for that in the remote. `io` is of that reactor, for tasks and their operations.
     /// `scratch` is memory of its arena, shared with the tasks of the disk. A piece must be held until the
     /// operations on it have ended.
@@ -40,8 +40,8 @@ pub trait RemoteFactory: fmt::Debug + Send + Sync {
     fn connect(&self, io: Io, scratch: Scratch) -> io::Result<Rc<dyn Remote>>;
 }
 
-/// What is asked of a remote. Offsets and lengths are bytes. Spans are of the reactor's arena, at least one and
-/// at most [`MAX_VECTORED`]. They belong to the operation until its reply, and nobody makes references to
+/// A request to a remote. Offsets and lengths are bytes. Spans are of the reactor's arena, at least one and
+/// at most [`MAX_VECTORED`]. They belong to the operation until its reply, and no code makes references to
 /// their bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request<'a> {
@@ -60,7 +60,7 @@ pub enum Request<'a> {
         /// Where from.
         bufs: &'a [Span],
     },
-    /// What was replied to before, by this remote or another of its factory, is durable. The reply is 0.
+    /// All writes with a reply so far, by this remote or another of its factory, are durable. The reply is 0.
     Sync,
     /// The range reads as zeros, and need not keep its space. The reply is 0.
     PunchHole {
@@ -129,7 +129,7 @@ pub trait Remote {
     fn begin(&self, request: Request<'_>, reply: Reply);
 
     /// The reactor lets go of it: closes the connection, and has the tasks end. Nothing is in flight, unless
-    /// the reactor itself is dropped: then nobody waits for replies. The other side may still execute what
+    /// the reactor itself is dropped: then no task waits for replies. The other side may still execute what
     /// was sent. Where that matters, the factory takes account of it.
     fn end(&self);
 }

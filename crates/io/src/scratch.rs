@@ -1,7 +1,7 @@
 //! A small part of the arena for what tasks read and write besides guests' data: tables, bitmaps.
 //!
-//! For one thread. Whoever finds too little free waits, first come first served, so a piece must
-//! not be held while waiting for a second one.
+//! For one thread. A task that finds too little free waits, first come first served, so a task must
+//! not hold a piece while it waits for a second one.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -38,8 +38,8 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Hands out pieces of `region`, which belongs to nobody else from now on; an empty one is for
-    /// those that take none.
+    /// Hands out pieces of `region`, which has no other user from now on; an empty one is for those
+    /// that take none.
     ///
     /// # Panics
     /// If the region is not whole pages, or smaller than [`MIN_REGION_BYTES`] and not empty.
@@ -52,7 +52,7 @@ impl Scratch {
         Scratch { arena, region, state: Rc::new(RefCell::new(state)) }
     }
 
-    /// A piece of `bytes`, rounded up to 4096; what is in it is left from its last use.
+    /// A piece of `bytes`, rounded up to 4096; its content is left from its last use.
     ///
     /// # Panics
     /// For 0 bytes, or more than [`MAX_PIECE_BYTES`]; if the region is empty.

@@ -1,12 +1,12 @@
 //! A lock for tasks of several threads: it may be held across waiting.
 //!
 //! Each thread has a reactor of its own, and what comes from another thread has to come through a
-//! descriptor. So whoever finds the lock taken waits for an eventfd of its own, and whoever lets
-//! go hands the lock to the first of them. Contention is rare where this is used (commits of
+//! descriptor. So a task that finds the lock taken waits for an eventfd of its own. A task that lets
+//! go hands the lock to the first waiter. Contention is rare where this is used (commits of
 //! metadata), so a descriptor for each wait does no harm.
 //!
-//! A host that is short of memory or descriptors makes the wait busy, and no more: whoever fails here
-//! fails a flush, and a guest is told that its data may be lost (threats.md T6).
+//! A host that is short of memory or descriptors makes the wait busy, and no more: a failure here would
+//! fail a flush, and a guest would be told that its data may be lost (threats.md T6).
 
 use std::collections::VecDeque;
 use std::io;
@@ -85,7 +85,7 @@ impl SharedLock {
         Ok(Held(self))
     }
 
-    /// Takes the lock if nobody has it.
+    /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<Held<'_>> {
         let mut state = self.state();
         (!std::mem::replace(&mut state.held, true)).then(|| Held(self))

@@ -1,8 +1,8 @@
 //! Streams whose bytes go straight between a socket and the arena: no copy in this process on the
 //! way, and one system call for as many pieces as there are.
 //!
-//! Nothing here waits. Where the socket has no bytes, or no room, the error is `WouldBlock`; who
-//! wants to wait asks an engine ([`Op::Readable`](crate::engine::Op::Readable)).
+//! Nothing here waits. Where the socket has no bytes, or no room, the error is `WouldBlock`; a caller
+//! that wants to wait asks an engine ([`Op::Readable`](crate::engine::Op::Readable)).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -92,7 +92,7 @@ pub fn receive(
     };
     let mut header = header(&mut vectors);
     // SAFETY: `rest` is borrowed as mutable, and the span was checked by `ptr`; both stay mapped until
-    // the call is over. Nobody has a reference to bytes of an arena.
+    // the call is over. There are no references to bytes of an arena.
     result(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_DONTWAIT) })
 }
 
@@ -119,7 +119,7 @@ pub fn transfer(
     }
     let mut header = header(&mut vectors[..spans.len().min(MAX_PIECES)]);
     // SAFETY: every vector is a span that `ptr` has checked in an arena that is borrowed until the call is
-    // over. Nobody has a reference to bytes of an arena.
+    // over. There are no references to bytes of an arena.
     result(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_DONTWAIT) })
 }
 

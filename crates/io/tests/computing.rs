@@ -1,4 +1,4 @@
-//! What is computed beside a queue's thread, and transfers of many spans, on every engine.
+//! Computations beside a queue's thread, and transfers of many spans, on every engine.
 
 mod common;
 

@@ -123,7 +123,7 @@ fn direct_io_uses_the_registered_memory(kind: EngineKind) {
     arena.fill(buf, 3);
     assert_eq!(run(e.as_mut(), Op::Write { file: f, offset: 0, buf }), 32 << 10);
     assert_eq!(std::fs::read(&path).unwrap()[..32 << 10], [3; 32 << 10]);
-    // What is not aligned to the block is refused, by an error and nothing else.
+    // A transfer that is not aligned to the block is refused, by an error and nothing else.
     let odd = arena.span(0, 511);
     assert_eq!(run(e.as_mut(), Op::Read { file: f, offset: 0, buf: odd }), -libc::EINVAL);
 }

@@ -45,7 +45,7 @@ fn slow_storage_gets_twice_as_much_memory_again_and_again_until_the_rings_are_fu
     }
     // 60 MiB, rounded up to steps.
     assert_eq!(found, [(8, 1), (24, 3), (56, 7), (56, 7), (56, 7)]);
-    // What was pinned before is what will be: the new memory is not.
+    // The memory to pin is the same as before: the new memory is not pinned.
     assert_eq!(queue.warm(), pinned);
     assert!(pinned.len() < OWN + STEP_BYTES, "{pinned:?}");
     let all = fill(&mut queue);

@@ -205,7 +205,7 @@ fn a_device_without_enough_leaves_the_rest_as_it_was() {
     let [of_a, of_b] = bufs;
     a.free(of_a);
     b.free(of_b);
-    // What one has given back is the other's.
+    // The pages that one queue has given back go to the other one.
     drop(a);
     b.cool();
     let _ = b.warm();

@@ -337,7 +337,7 @@ fn a_reactor_dropped_with_tasks_ends_them_and_their_operations(kind: EngineKind)
     assert_eq!(dropped.get(), 10);
     assert!(weak.upgrade().is_none(), "the engine is gone");
     drop((read, write));
-    // What is left of a handle answers with an error.
+    // A handle that is left answers with an error.
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     let mut sleep = Box::pin(io.sleep(Duration::ZERO));
     match sleep.as_mut().poll(&mut cx) {

@@ -68,7 +68,7 @@ fn wait_for(e: &mut dyn Engine, n: usize) -> Vec<Completion> {
     out
 }
 
-/// What completes without waiting, though the engine looks often.
+/// The operations that complete without waiting, though the engine looks often.
 fn seen(e: &mut dyn Engine) -> Vec<Completion> {
     let mut out = Vec::new();
     for _ in 0..20 {

@@ -1,4 +1,4 @@
-//! What only io_uring has: registered files and memory, and a thread that it belongs to.
+//! Features that only io_uring has: registered files and memory, and a thread that it belongs to.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;

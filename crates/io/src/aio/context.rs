@@ -123,7 +123,7 @@ impl Context {
     /// of why it did not take the first.
     ///
     /// # Safety
-    /// The addresses are those of living iocbs that nobody else uses meanwhile, and the vectors
+    /// The addresses are those of living iocbs that nothing else uses meanwhile, and the vectors
     /// that they name live as long as this call. The memory that they have transferred, and their
     /// eventfd, must live until their completions.
     pub(super) unsafe fn submit(&self, iocbs: &[usize]) -> Result<usize, i32> {

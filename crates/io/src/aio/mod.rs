@@ -2,9 +2,9 @@
 //!
 //! * Reads, writes and `fdatasync` are handed over in one `io_submit`; their completions are read
 //!   from the ring that the kernel maps into the process, without a system call. Direct I/O only
-//!   is asynchronous: what goes through the page cache is done inside `io_submit`.
-//! * What AIO does not have (holes, discards, `fdatasync` before Linux 4.18) runs on a helper
-//!   thread.
+//!   is asynchronous: transfers through the page cache are done inside `io_submit`.
+//! * Operations that AIO does not have (holes, discards, `fdatasync` before Linux 4.18) run on a
+//!   helper thread.
 //! * A sleep is one `ppoll` on the eventfd that every completion is added to, the helper's, and
 //!   the descriptors that are waited for. Transfers of sockets are calls that do not block, made when
 //!   they are submitted and when `ppoll` has found the socket ready.
@@ -235,7 +235,7 @@ impl Aio {
         }
     }
 
-    /// What has things done beside this thread, or a failed operation.
+    /// The offload to other threads. `None`: it cannot be made, and the operation has failed.
     fn helper(&mut self, token: Token) -> Option<&mut Offload> {
         if self.offload.is_none() {
             match Offload::new() {
@@ -261,7 +261,7 @@ impl Aio {
             // as they are during the call. Data is in the arena, which, as the eventfd, `drop`
             // keeps until every operation has ended.
             match unsafe { self.context.submit(&self.addresses) } {
-                // No room, or no memory: what is left waits for a completion.
+                // No room, or no memory: the remaining operations wait for a completion.
                 Ok(0) | Err(libc::EAGAIN | libc::EINTR) => break,
                 Ok(n) => {
                     self.in_kernel += n;
@@ -338,7 +338,7 @@ impl Aio {
         if self.stale {
             self.stale = false;
             let _ = rustix::io::read(&self.eventfd, &mut [0u8; 8]);
-            // What came before the read does not wake any more.
+            // Completions from before the read do not wake any more.
             if self.has_completions() {
                 return;
             }

@@ -44,7 +44,7 @@ struct Waiting {
     fd: RawFd,
     events: i16,
     token: Token,
-    /// What is done then.
+    /// The transfer that is made then.
     stream: Option<Stream>,
 }
 

@@ -1,8 +1,8 @@
-//! Pages of a device's in the place of an arena's own, while somebody uses that part of it.
+//! Pages of a device's in the place of an arena's own, while a queue uses that part of it.
 //!
-//! What can name its pages to others need not have them looked up each time: Xen copies between two
-//! grants without this kernel's help (blkif.md 4.3). Such pages have names here. A page without one is
-//! as good as it ever was, so nobody has to be lent any.
+//! Pages that have names need not be looked up each time: Xen copies between two grants without this
+//! kernel's help (blkif.md 4.3). Such pages have names here. A page without one is as good as it ever was,
+//! so no queue has to be lent any.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -15,19 +15,19 @@ use super::{Arena, Kind, Span};
 /// Bytes of a page.
 const PAGE_BYTES: usize = 4096;
 
-/// Who has pages to lend.
+/// An owner of pages that can be lent.
 pub trait Lender: Send + Sync {
-    /// [Puts](Arena::put) pages behind the first bytes of `wanted`, which is whole pages that nobody
-    /// uses: as many as there are.
+    /// [Puts](Arena::put) pages behind the first bytes of `wanted`, which is whole pages that are not in
+    /// use: as many as there are.
     fn lend(&self, arena: &Arena, wanted: Span);
 
-    /// [Takes](Arena::take_out) all pages out that were lent to `wanted`. Nobody uses them any more.
+    /// [Takes](Arena::take_out) all pages out that were lent to `wanted`. They are not in use any more.
     fn take_back(&self, arena: &Arena, wanted: Span);
 }
 
 impl Arena {
-    /// Puts pages of a device behind `at`: the bytes from `offset` on, a name for each page. What `at`
-    /// had is gone, so nobody may be using it, the kernel included.
+    /// Puts pages of a device behind `at`: the bytes from `offset` on, a name for each page. The content
+    /// of `at` is gone, so it must not be in use, by the kernel either.
     ///
     /// # Errors
     /// The kernel's: `at` is as it was, but its bytes are zero. Huge pages of the kernel's reserve
@@ -67,7 +67,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Puts ordinary memory behind `at` again, all zero. Nobody may be using it.
+    /// Puts ordinary memory behind `at` again, all zero. It must not be in use.
     ///
     /// # Panics
     /// If `at` is not inside this arena, or not whole pages.

@@ -1,8 +1,9 @@
 //! SIGBUS at foreign memory whose file was made shorter.
 //!
 //! The access that faulted cannot be skipped, so the handler gives it something to access: it marks the memory as lost and
-//! puts zeros in its place, and the access goes on. Whoever made it looks at the mark afterwards, and does not use what
-//! was read ([`Memory`](super::Memory)). All of the memory is replaced and not the page alone: parts of huge pages cannot be.
+//! puts zeros in its place, and the access goes on. The accessor looks at the mark afterwards, and does not use what it
+//! has read ([`Memory`](super::Memory)). All of the memory is replaced and not the page alone: parts of huge pages
+//! cannot be.
 //!
 //! The mark is set before the pages are replaced. So a thread that has read a replaced page finds the mark.
 //!
@@ -30,7 +31,7 @@ static SLOTS_OF_ALL: [Slot; SLOTS] = [const {
 /// Which slots are in use. The handler does not look here.
 static IN_USE: Mutex<[bool; SLOTS]> = Mutex::new([false; SLOTS]);
 
-/// What the process did at a SIGBUS before.
+/// The process's action at a SIGBUS before.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// One memory that is watched.

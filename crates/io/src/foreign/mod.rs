@@ -1,7 +1,7 @@
 //! Memory that another process has given: a mapped file of it, such as the memory of a guest of QEMU.
 //!
 //! The other process reads and writes it at any time, and may make the file shorter. So nothing here hands out a
-//! `&[u8]`: bytes are copied in and out, each access is checked against the bounds, and an access to a page that has
+//! `&[u8]`: bytes are copied in and out, and each access is checked against the bounds. An access to a page that has
 //! gone is an error and no signal that ends this process (`lost`).
 //!
 //! Only files on tmpfs and hugetlbfs are mapped (memfds are that). The pages of others may be read from a medium, or from

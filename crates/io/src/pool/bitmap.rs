@@ -1,4 +1,4 @@
-//! The two bitmaps of a pool: which slabs nobody holds, and which pages of a slab are used.
+//! The two bitmaps of a pool: which slabs no queue holds, and which pages of a slab are used.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -67,7 +67,7 @@ impl<W: Word> SlabSet<W> {
     pub(super) fn remove(&self, slab: u32) {
         let bit = 1 << (slab % u64::BITS);
         let before = self.words[(slab / u64::BITS) as usize].fetch_and(!bit);
-        assert!(before & bit != 0, "slab {slab} is somebody's");
+        assert!(before & bit != 0, "slab {slab} is in use");
     }
 
     /// Puts a number into the set.
@@ -246,7 +246,7 @@ mod shuttle_tests {
         let set = SlabSet::<shuttle::sync::atomic::AtomicU64>::new(128);
         slabs.iter().for_each(|s| set.give(*s));
         let set = Arc::new(set);
-        // Who holds a slab: only one may at a time.
+        // The holders of each slab: only one at a time.
         let holders: Arc<Vec<shuttle::sync::atomic::AtomicU64>> =
             Arc::new((0..128).map(|_| Word::zero()).collect());
         let threads: Vec<_> = (0..3)

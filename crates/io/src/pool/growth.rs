@@ -1,7 +1,7 @@
 //! Memory that a pool has for a while, when storage is slow and its own keeps too few requests under way.
 //!
-//! The arena has the room from the beginning, which is address space and nothing more. What all
-//! pools of a host may have together is handed out in [`Shares`] of [`STEP_SLABS`] slabs.
+//! The arena has the room from the beginning, which is address space and nothing more. The memory that
+//! all pools of a host may have together is handed out in [`Shares`] of [`STEP_SLABS`] slabs.
 
 use std::fmt;
 use std::io;
@@ -20,7 +20,7 @@ pub const STEP_BYTES: usize = STEP_SLABS as usize * SLAB_BYTES;
 /// Storage that answers sooner is kept busy by what a pool has anyway.
 const SLOW_NS: u64 = 5_000_000;
 
-/// What the pools of this host may grow by together.
+/// The memory that the pools of this host may grow by together.
 #[derive(Debug)]
 pub struct HostMemory {
     shares: Shares,
@@ -83,7 +83,7 @@ impl Growth {
     }
 }
 
-/// What a pool has grown by.
+/// The memory that a pool has grown by.
 pub(super) struct Grown {
     host: Arc<HostMemory>,
     /// The first slab's number, and how many steps there is room for.
@@ -137,7 +137,7 @@ impl Grown {
         self.slabs(0..self.state().units.len())
     }
 
-    /// Gives all shares back: nobody uses these slabs, and their memory is the system's.
+    /// Gives all shares back: these slabs are not in use, and their memory is the system's.
     pub(super) fn give_back(&self) {
         let mut state = self.state();
         state.units.drain(..).for_each(|unit| self.host.release(unit));

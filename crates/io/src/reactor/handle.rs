@@ -30,7 +30,7 @@ impl Io {
         Io { shared }
     }
 
-    /// What tells this reactor from all others that are there now.
+    /// A number that tells this reactor from all others that are there now.
     pub fn id(&self) -> usize {
         Rc::as_ptr(&self.shared).addr()
     }
@@ -240,11 +240,11 @@ impl Io {
         self.op_to_its_end(Op::Sync { file }).await.map(drop)
     }
 
-    /// [`sync`](Self::sync) for who must not miss that one has failed: `unheard` is called if this is
+    /// [`sync`](Self::sync) for a caller that must not miss a failure: `unheard` is called if this is
     /// dropped after its beginning, unless it is known by then that the sync has succeeded.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's.
     pub async fn sync_heard(&self, file: FileId, unheard: impl Fn(Unheard)) -> io::Result<()> {
         let mut retries = 0;
         loop {
@@ -366,7 +366,7 @@ fn is_passing(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
-/// What is left of `bufs` after so many bytes, as far as one operation takes it: spans and their number.
+/// The rest of `bufs` after so many bytes, as far as one operation takes it: spans and their number.
 fn rest(bufs: &[Span], mut done: usize) -> ([Span; MAX_VECTORED], usize) {
     // One that is not empty is left, as the caller has not done all.
     let (mut rest, mut count) = ([bufs[0]; MAX_VECTORED], 0);
@@ -381,7 +381,7 @@ fn rest(bufs: &[Span], mut done: usize) -> ([Span; MAX_VECTORED], usize) {
     (rest, count)
 }
 
-/// What a future begins with.
+/// The operation that a future begins.
 enum Begin<'a> {
     One(Op),
     Vectored(Transfer, FileId, u64, &'a [Span]),
@@ -453,7 +453,7 @@ impl OpFuture<'_> {
             let text = "the reactor of this handle is gone";
             return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
         };
-        // Nobody polls a future again that has ended.
+        // A future that has ended is not polled again.
         let Some(begin) = self.begin.take() else { return Err(io::ErrorKind::BrokenPipe.into()) };
         let slot = self.shared.slots.borrow_mut().take(waker.clone(), self.kind);
         let token = TASK_BIT | u64::from(slot);
@@ -510,7 +510,7 @@ pub enum Unheard {
     Unknown,
 }
 
-/// An operation whose failure somebody must hear of.
+/// An operation whose failure must not be missed.
 struct Heard<'a, F: Fn(Unheard)> {
     op: OpFuture<'a>,
     unheard: &'a F,

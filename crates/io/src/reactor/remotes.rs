@@ -16,7 +16,7 @@ pub(super) struct Remotes {
     list: RefCell<Vec<Rc<dyn Remote>>>,
     /// Requests without a reply.
     pub(super) in_flight: Cell<usize>,
-    /// Nobody hears replies any more.
+    /// Replies are ignored from now on.
     closed: Cell<bool>,
 }
 
@@ -33,7 +33,7 @@ impl Remotes {
         self.list.borrow().get(file.remote()?).cloned()
     }
 
-    /// Lets go of all, and hears no reply from now on: what is in flight has an unknown end, and a task that
+    /// Lets go of all, and ignores replies from now on: a request in flight has an unknown end, and a task that
     /// is dropped must not take it for a failure.
     pub(super) fn close(&self) {
         self.closed.set(true);

@@ -44,7 +44,7 @@ impl Control {
         Ok(Info::of(&bytes))
     }
 
-    /// What the driver knows of a device.
+    /// The driver's description of a device.
     ///
     /// # Errors
     /// There is none of this number.

@@ -2,7 +2,7 @@
 //!
 //! * `wire`: numbers and bytes of the interface, from `linux/ublk_cmd.h`.
 //! * [`Control`]: makes, starts, stops and removes devices, by `/dev/ublk-control`.
-//! * [`Channel`]: what the thread of a queue needs of the driver. [`Queue`] is that of `/dev/ublkcN`.
+//! * [`Channel`]: the part of the driver that the thread of a queue needs. [`Queue`] is that of `/dev/ublkcN`.
 //!
 //! A queue has `depth` tags. For each the thread says once that it waits for a request (*fetch*). The command ends when
 //! there is one, whose description is then in memory that the driver shares. The answer (*commit*) is at the same time the
@@ -31,7 +31,7 @@ pub struct Ended {
     pub result: i32,
 }
 
-/// What the thread of a queue needs of the driver.
+/// The part of the driver that the thread of a queue needs.
 ///
 /// Nothing of it waits, except that copies may wait for memory.
 pub trait Channel {

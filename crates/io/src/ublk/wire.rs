@@ -93,7 +93,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_ne_bytes(std::array::from_fn(|i| bytes[at + i]))
 }
 
-/// What a request is to do.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Read.
@@ -111,7 +111,7 @@ pub enum Operation {
 /// The description of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
-    /// What to do.
+    /// Its operation.
     pub operation: Operation,
     /// The first sector of 512 bytes.
     pub sector: u64,
@@ -151,7 +151,7 @@ pub enum State {
     Other(u16),
 }
 
-/// What the driver knows of a device.
+/// The driver's description of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Info {
     /// Number of queues.
@@ -207,7 +207,7 @@ impl Info {
     }
 }
 
-/// What a device is like.
+/// The properties of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parameters {
     /// Whether nothing may be written.

@@ -40,7 +40,7 @@ impl Uring {
             }
             let can_take = self.enter(0, None)?;
             let left = self.ring.submission().len();
-            // Short of memory, and nothing to free some: what is left waits for the next call.
+            // Short of memory, and nothing to free some: the remaining operations wait for the next call.
             if !can_take && left == queued && !self.make_room() {
                 return Ok(());
             }

@@ -7,8 +7,8 @@
 //!   registered in a table: a transfer then looks up neither pages nor descriptors. Where the
 //!   kernel or the memlock limit does not allow one of them, the engine works without; see
 //!   [`UringFeatures`].
-//! * What the kernel is given to read (the time of a timer) is in memory of the engine; it reads
-//!   it while it takes the entry from the queue (`IORING_FEAT_SUBMIT_STABLE`).
+//! * Data that the kernel is given to read (the time of a timer) are in memory of the engine; it
+//!   reads them while it takes the entry from the queue (`IORING_FEAT_SUBMIT_STABLE`).
 //! * Dropping the engine performs what was submitted, calls off what waits, and returns when the
 //!   kernel is done with the arena and the files.
 
@@ -390,10 +390,10 @@ impl Engine for Uring {
     }
 
     /// Registers the file in the ring's table where there is room. The ring then holds the open
-    /// file itself, and with it a lock taken by `flock`, until the ring is gone, and the kernel
-    /// keeps a ring until its last operation has ended: of a process that was killed, too. So
-    /// whoever gets the lock knows that nothing of an earlier process is still being written.
-    /// The price: a lock comes free a moment after its process or engine has ended, so whoever
+    /// file itself, and with it a lock taken by `flock`, until the ring is gone. The kernel keeps
+    /// a ring until its last operation has ended: of a process that was killed, too. So a process
+    /// that gets the lock knows that nothing of an earlier process is still being written. The
+    /// price: a lock comes free a moment after its process or engine has ended, so a process that
     /// wants it tries for a while before giving up.
     fn add_file(&mut self, file: Arc<OwnedFd>) -> io::Result<FileId> {
         let id = u32::try_from(self.files.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
@@ -547,7 +547,7 @@ impl Drop for Uring {
             KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.arena.clone());
             return;
         }
-        // Waits for the helper thread, whose results nobody waited for if the ring is disabled.
+        // Waits for the helper thread: if the ring is disabled, its results were not waited for.
         self.offload = None;
         // A ring is taken down in the background after it was closed, which can take long. Done
         // here, the memory is unpinned and the files are let go when this returns, but for a file

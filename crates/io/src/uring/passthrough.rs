@@ -2,7 +2,7 @@
 //! the driver as NVMe commands (`IORING_OP_URING_CMD`), past the block layer.
 //!
 //! Commands need entries of twice the size, so they have a ring of their own beside the main one,
-//! which watches it while it sleeps; with `polled`, and a kernel and driver that can, waiting
+//! which watches it while it sleeps. With `polled`, and a kernel and driver that can, waiting
 //! means to look at both, as in [`PolledUring`](super::PolledUring).
 
 use std::collections::VecDeque;
@@ -28,7 +28,7 @@ use ferrite_host::nvme::{self, Command, Namespace};
 /// The main ring's sleep with commands in flight where the caller names no end.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// And with commands that the kernel has no memory for now: they wake nobody.
+/// And with commands that the kernel has no memory for now: they do not wake the thread.
 const SHORTAGE: Duration = Duration::from_millis(1);
 
 /// A file that commands go to.
@@ -61,7 +61,7 @@ pub struct NvmeUring {
     polled: bool,
     /// and whether they were to be.
     polls: bool,
-    /// What the ring of commands holds, too.
+    /// The file that the ring of commands holds, too.
     held: Option<OwnedFd>,
     /// By the main ring's numbers: those that commands go to.
     targets: Vec<Option<Target>>,
@@ -391,7 +391,7 @@ impl Engine for NvmeUring {
                     changes: true,
                 })
             }
-            // What was deallocated need not read as zeros.
+            // Deallocated blocks need not read as zeros.
             _ => Err(libc::EOPNOTSUPP),
         };
         self.queue(token, file, made);

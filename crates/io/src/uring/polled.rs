@@ -7,7 +7,7 @@
 //! otherwise the ordinary ring sleeps as it always does.
 //!
 //! A transfer that the device's driver would split goes through the ordinary ring, too: the kernel does
-//! not poll for the parts, and Linux 6.1 with one processor never ends while somebody asks for them.
+//! not poll for the parts. With one processor, Linux 6.1 never ends it while a thread asks for them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -169,7 +169,7 @@ fn events_are_read_and_let_through_with_the_next_submission() {
     if !e.drain(7, event.as_raw_fd(), 8) {
         return; // Before Linux 5.17.
     }
-    // Nothing completes, and so a wait is not ended by it. What is queued later finds nothing to read.
+    // Nothing completes, and so a wait is not ended by it. Operations that are queued later find nothing to read.
     assert!(e.put(9, write_end.as_raw_fd(), 0x0403_0201));
     e.push(3, Op::Readable { fd: event.as_raw_fd() });
     e.wait(Some(Duration::from_millis(5))).unwrap();
@@ -196,7 +196,7 @@ fn events_are_read_and_let_through_with_the_next_submission() {
     e.submit().unwrap();
 }
 
-/// Whoever takes a worker over finds a ring that opens nothing (threats.md T27).
+/// An attacker that takes a worker over finds a ring that opens nothing (threats.md T27).
 #[test]
 fn a_ring_does_nothing_that_it_is_not_for() {
     let mut e = Uring::new(Arena::new(1).unwrap(), 8).unwrap();

@@ -27,7 +27,7 @@ impl Uring {
         }
     }
 
-    /// What has things done beside this thread, or a failed operation.
+    /// The offload to other threads. `None`: it cannot be made, and the operation has failed.
     fn helper(&mut self, index: u32) -> Option<&mut Offload> {
         if self.offload.is_none() {
             match Offload::new() {

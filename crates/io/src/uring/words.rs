@@ -22,9 +22,9 @@ pub(super) struct Words {
     /// The words put, by place in the submission queue: each is read while the kernel takes the
     /// entry from the queue, since the descriptor does not block.
     put: Box<[u32]>,
-    /// Where what is read goes. Nobody looks.
+    /// The target of drains. Its value is not used.
     sink: Box<AtomicU64>,
-    /// Whom to tell of a failed put.
+    /// The token of a failed put.
     putter: Option<Token>,
     /// And of a failed drain.
     drainer: Option<Token>,
