@@ -32,7 +32,7 @@ const START: Duration = Duration::from_secs(30);
 /// The longest first line of a new exporter.
 const MAX_LINE: u64 = 64 << 10;
 
-/// What an exporter gives to whom.
+/// The description of an exporter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExporterSpec {
     /// The path of its own socket. A locked file is beside it, with `.lock` behind its name.

@@ -99,7 +99,7 @@ fn restore(state: State) -> io::Result<(Vec<Member>, Option<GroupEndpoint>)> {
     Ok((members, group))
 }
 
-/// What `wait` has found to do. Members and their clients are given by index.
+/// The work that `wait` has found. Members and their clients are given by index.
 #[derive(Default)]
 struct Ready {
     /// Members with a new connection to their socket.
@@ -131,7 +131,7 @@ struct Process {
     failures: u32,
 }
 
-/// What a polled descriptor belongs to.
+/// The source of a polled descriptor.
 #[derive(Clone, Copy)]
 enum PollSource {
     Endpoint(usize),
@@ -410,7 +410,7 @@ impl Process {
             Some(_) => None,
         };
         let mut removed = member.remove(alive.as_deref());
-        // While I/O of a dead worker is under way, nobody else may have the LUN.
+        // While I/O of a dead worker is under way, no other host may have the LUN.
         let fenced = member.spec.sandbox.as_ref().filter(|sandbox| sandbox.fence.is_some());
         if let (Ok(()), Some(sandbox)) = (&removed, fenced) {
             self.worker.drop_images();

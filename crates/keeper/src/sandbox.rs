@@ -83,7 +83,7 @@ impl FenceTerms {
     }
 }
 
-/// What a worker needs for the mirror of its disk, besides the disk.
+/// The files and servers that a worker needs for the mirror of its disk, besides the disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MirrorFiles {
     /// The map, which the worker changes.

@@ -29,14 +29,14 @@ pub fn admitted(admit: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>) -> io::Res
     admit(server.as_fd()).map(|()| link)
 }
 
-/// What a tunnel serves, and for whom.
+/// The description of a tunnel.
 #[derive(Clone, Debug)]
 pub struct TunnelSpec {
     /// The folder of certificates. Its files are opened anew for each client. Without one they speak in clear.
     pub folder: Option<PathBuf>,
     /// Whether clients need certificates.
     pub verifies: bool,
-    /// What clients may do, if the server is told.
+    /// The rights of clients, if the server is told.
     pub limits: Option<ExportLimits>,
     /// The user of the process, if this one is root's.
     pub user: Option<TunnelUser>,
@@ -194,7 +194,7 @@ impl Tunnel {
         self.reap();
     }
 
-    /// Ends the tunnel for good: its clients' connections have ended and nobody listens when this returns.
+    /// Ends the tunnel for good: its clients' connections have ended and no process listens when this returns.
     pub fn close(&mut self) {
         self.end();
         self.listeners.clear();

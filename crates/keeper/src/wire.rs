@@ -46,7 +46,7 @@ pub(crate) enum Request {
     Become(Box<DiskSpec>),
     /// Hand the worker a client that is none of NBD. Its descriptors come along.
     Client {
-        /// What the worker is told of it.
+        /// The description of it for the worker.
         about: String,
     },
     /// Kill the worker, and go on with this program.

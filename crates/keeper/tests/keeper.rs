@@ -450,7 +450,7 @@ fn who_asks_may_go_and_what_nobody_understands_is_answered() {
         drop(other);
     }
     assert_eq!(worker(&line), number);
-    wait_until("who has gone is remembered", || descriptors(line.keeper) == before);
+    wait_until("no descriptor of a client that has gone", || descriptors(line.keeper) == before);
     // More connections than the keeper holds. The follower's stays.
     let many: Vec<_> = (0..30).map(|_| Keeper::connect(&world.spec.socket).unwrap()).collect();
     assert_eq!(many[29].spec().unwrap(), world.spec);

@@ -37,14 +37,14 @@ type Refusal = (String, String, bool);
 /// a server of TLS needs, and returns the reason and the next step otherwise. Call it while there is one thread.
 ///
 /// # Errors
-/// The environment has no description of an exporter, or it could not start; who has started it was told.
+/// The environment has no description of an exporter, or it could not start; the process that has started it was told.
 pub fn run_exporter(
     check: impl FnOnce(&Path, bool) -> Result<(), (String, String)>,
 ) -> io::Result<Infallible> {
     let text = std::env::var(SPEC)
         .map_err(|_| io::Error::other("the daemon starts it: ferrite disk export"))?;
     let spec: ExporterSpec = serde_json::from_str(&text)?;
-    // Who has started this process waits for its exit, so that it is not the exporter's parent.
+    // The starter waits for the exit of this process, so that it is not the exporter's parent.
     if fork()? == Fork::Parent {
         std::process::exit(0);
     }
@@ -61,11 +61,11 @@ pub fn run_exporter(
     };
     let mut line = serde_json::to_string(&first)?;
     line.push('\n');
-    // Without a reader nobody would know of this process.
+    // Without a reader no daemon would know of this process.
     let told = io::stdout().write_all(line.as_bytes()).and_then(|()| io::stdout().flush());
     if let (Err(e), Ok(process)) = (&told, &started) {
         let _ = process.endpoint.remove(&process.spec.socket);
-        return Err(io::Error::new(e.kind(), format!("nobody waits for it: {e}")));
+        return Err(io::Error::new(e.kind(), format!("no process waits for it: {e}")));
     }
     match started {
         Ok(process) => process.run(),
@@ -194,7 +194,7 @@ impl Process {
                 let _ = EXPORTER.try_send(&self.askers[i], pid.as_bytes(), &[]);
             }
             b"end" => {
-                // Clients' connections end, then the names go. Who has asked finds the addresses free.
+                // Clients' connections end, then the names go. After the reply the addresses are free.
                 self.tunnel.close();
                 let _ = self.endpoint.remove(&self.spec.socket);
                 let _ = EXPORTER.try_send(&self.askers[i], b"done", &[]);
