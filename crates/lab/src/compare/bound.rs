@@ -1,5 +1,5 @@
-//! Compares the path to a real disk with the least that two processes can do: a shared ring, two eventfds, io_uring
-//! with fixed buffers and files, and one copy per request (`crate::run::bound`). fio has no second process between it
+//! Compares the path to a real disk with the least that two processes can do (`crate::run::bound`): a shared ring, two
+//! eventfds, io_uring with fixed buffers and files, and one copy per request. fio has no second process between it
 //! and the disk, so no backend reaches fio.
 
 use super::Setup;

@@ -22,7 +22,7 @@ const CLUSTER: u64 = 64 << 10;
 /// The formats: the name's extension, and qemu-img's name.
 const FORMATS: [(&str, &str); 3] = [("raw", "raw"), ("vhd", "vpc"), ("qcow2", "qcow2")];
 
-/// What the images have.
+/// The content of the images.
 #[derive(Clone, Copy, PartialEq)]
 enum Case {
     /// Every block is written.

@@ -105,9 +105,9 @@ fn parse(text: &str, mode: &str) -> Result<Sample> {
     Ok(Sample { iops, lat_us, p50_us, ..Sample::UNKNOWN })
 }
 
-/// The processor time of a process so far: of all its threads, including those that have ended and the kernel's workers
-/// for its rings (iou-wrk), which belong to it. fio's own figures are those of the job's thread alone, and omit most of
-/// io_uring's work on tmpfs.
+/// The processor time of a process so far: of all its threads, including those that have ended. The kernel's workers
+/// for its rings (iou-wrk) are threads of it, too. fio's own figures are those of the job's thread alone, and omit most
+/// of io_uring's work on tmpfs.
 fn cpu_s(pid: u32) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).context("it has ended")?;
     let ticks = cpu_ticks(&stat).with_context(|| format!("/proc/{pid}/stat holds {stat:?}"))?;

@@ -1,4 +1,4 @@
-//! A host of many disks: what each costs, beside ten others and beside all of them.
+//! A host of many disks: the costs of each, beside ten others and beside all of them.
 
 use super::ferrite::Ferrite;
 use super::result::{Measurement, Target};

@@ -73,7 +73,7 @@ pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<
     Ok(rows)
 }
 
-/// What a limit costs that is set and not reached.
+/// The cost of a limit that is set and not reached.
 fn limited(rounds: u32, bench: &Path, image: &str) -> Result<Measurement> {
     let title = "raw, 4 KiB randread, depth 32, with a limit: instructions a request";
     let rounds = Plan::new(title)

@@ -32,7 +32,7 @@ const LOAD: &str = "--rw=randrw --bs=4k --iodepth=16";
 const SPEED: &str = "64M";
 const NAMES: [&str; 3] = ["base.qcow2", "mid.qcow2", "leaf.qcow2"];
 
-/// What one merge gave.
+/// The result of one merge.
 #[derive(Clone, Copy)]
 struct Merged {
     /// MiB of the merged image in a second.

@@ -1,7 +1,7 @@
-//! What a dirty map and a mirror cost the guest: writes of a disk with them, compared with the same disk without.
+//! The costs of a dirty map and a mirror for the guest: writes of a disk with them, beside the same disk without.
 //!
 //! Two equal raw images, on tmpfs and in the build folder's file system. The rings are the loopback's. A mirror that has
-//! all begins with a map in which no bit is set; one that copies begins with all bits set, and its run is short, so that
+//! all begins with a map in which no bit is set. One that copies begins with all bits set. Its run is short, so that
 //! the copy lasts as long.
 
 use super::Setup;

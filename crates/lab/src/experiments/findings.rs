@@ -144,7 +144,7 @@ impl Chart {
 pub(crate) struct Findings {
     pub(crate) rows: Vec<Row>,
     pub(crate) charts: Vec<Chart>,
-    /// What could not be measured here, with the reason.
+    /// The measurements that could not be made here, with the reason.
     pub(crate) missing: Vec<String>,
 }
 

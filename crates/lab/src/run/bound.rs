@@ -103,7 +103,7 @@ fn open(args: &BoundArgs) -> anyhow::Result<Disk> {
     let writes = args.mode.writes();
     anyhow::ensure!(
         !writes || args.force_overwrite,
-        "this mode overwrites what {} holds: use an image that nobody needs and say \
+        "this mode overwrites what {} holds: use an image that is not needed and say \
          --force-overwrite",
         args.image
     );

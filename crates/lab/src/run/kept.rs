@@ -166,7 +166,7 @@ pub(crate) fn keeper() -> Result<(), Failure> {
     }
 }
 
-/// Who has the image of a worker.
+/// Which workers have the image of a worker open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sharing {
     /// All workers of a measurement.

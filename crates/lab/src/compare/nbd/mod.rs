@@ -70,7 +70,7 @@ impl Place {
     }
 }
 
-/// A TCP port that nobody listens at now.
+/// A TCP port that no process listens at now.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

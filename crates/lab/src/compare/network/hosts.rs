@@ -8,7 +8,7 @@ use ferrite_xenhost::steps::step;
 
 use super::packet::{KERNEL, OURS, Path};
 
-/// Who moves the packets.
+/// The backend that moves the packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Backend {
     /// netback, the bridge, netback.
@@ -49,7 +49,7 @@ pub(super) struct Host {
     pub(super) guests: Vec<Guest>,
 }
 
-/// Someone who can run a program.
+/// A domain that can run a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Who {
     Guest(usize),

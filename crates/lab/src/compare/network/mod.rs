@@ -33,12 +33,12 @@ const PORT: u32 = 9000;
 const ENDED: &str = "/tmp/fio.ended";
 /// The published figures: one stream, and all of a host.
 const PUBLISHED: [(Load, f64); 2] = [(Load::Streams(1), 15_000.0), (Load::Streams(8), 33_000.0)];
-/// What costs are given for.
+/// The bytes that costs are given for.
 const SEGMENT_BYTES: f64 = 65_536.0;
 /// The trace folder of a kernel.
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// What is sent, from the first guest.
+/// The stream that the first guest sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Load {
     /// By so many streams of TCP to the other guest.
@@ -94,7 +94,7 @@ struct Measured {
     rates: BTreeMap<Load, Vec<f64>>,
     /// Processor time of dom0 for 64 KiB by one stream, with Xen's own on its behalf, microseconds.
     costs: Vec<f64>,
-    /// What the backend itself has recorded of the packets without probes.
+    /// The backend's own records of the packets without probes.
     records: Option<Records>,
 }
 

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use crate::experiments::findings::{Chart, Row};
 
-/// A stage: its name in a record, the one that it is counted from, who is concerned, and what it is.
+/// A stage: its name in a record, the one that it is counted from, the party, and what the party does.
 struct Stage {
     name: &'static str,
     after: &'static str,

@@ -1,7 +1,8 @@
 //! Disks on several servers: of a pool, and on Ceph. Rates beside a local disk and fio, pauses when a process is lost, memory.
 //!
 //! The servers of a pool are processes of this machine, each a host of its own behind a link (`net.rs`, `servers.rs`), with
-//! their copies in memory. What opens a disk is what a guest has: the loopback's rings, the backend, the process of the disk.
+//! their copies in memory. A disk has the parts that a guest's disk has: the loopback's rings, the backend, the disk's
+//! process.
 
 mod memory;
 mod net;
@@ -15,7 +16,7 @@ mod speed;
 #[path = "../../../../testkit/src/ceph.rs"]
 mod ceph;
 
-/// What it takes of the tests' crate.
+/// The parts of the tests' crate that it uses.
 mod programs {
     use std::io::Result;
     use std::process::Output;
@@ -41,7 +42,7 @@ pub(super) enum Rows {
     Large,
     /// Small requests, one at a time.
     Single,
-    /// What the return of a member leaves to a guest.
+    /// The guest's rate during the return of a member.
     Return,
     /// Pauses when a process or a host is lost.
     Pauses,

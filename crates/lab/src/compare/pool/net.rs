@@ -13,11 +13,11 @@ use anyhow::{Context as _, Result, bail, ensure};
 use ferrite_xenhost::packages::{self, Need};
 use ferrite_xenhost::steps;
 
-/// What it takes besides root.
+/// The programs that it needs, besides root.
 const NEEDS: &[Need] =
     &[("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux"), ("nsenter", "util-linux")];
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What may leave at once: some packets as the kernel puts them together.
+/// The bytes that may leave at once: some packets as the kernel puts them together.
 const BURST: &str = "256kb";
 
 /// As in a network for storage. With frames of 1500 bytes one twentieth of a link would be headers.

@@ -24,7 +24,7 @@ const HAPPENS: Duration = Duration::from_secs(3);
 /// The most rounds: each takes a minute.
 pub(super) const MOST_ROUNDS: u32 = 3;
 
-/// What is done to a running disk, and undone.
+/// A change of a running disk, which is undone.
 type Act<'a> = &'a mut dyn FnMut(&mut Pool<'_>, u32) -> Result<()>;
 
 /// Runs all measurements.
@@ -80,7 +80,7 @@ fn around(pool: &mut Pool<'_>, act: Act<'_>) -> Result<f64> {
     longest(guest, |pid| act(pool, pid))
 }
 
-/// The longest time that this guest has waited, in seconds. What is done to it is done after some time.
+/// The longest time that this guest has waited, in seconds. `act` is called after some time.
 pub(super) fn longest(guest: Child, act: impl FnOnce(u32) -> Result<()>) -> Result<f64> {
     sleep(HAPPENS);
     let (happened, acted) = (Instant::now(), act(guest.id()));

@@ -205,7 +205,7 @@ impl<'a> Pool<'a> {
     }
 }
 
-/// What a guest's process has measured.
+/// The figures of a guest's process.
 pub(super) fn sample(output: &Output) -> Result<Sample> {
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
@@ -223,7 +223,7 @@ fn url(host: &str) -> String {
 pub(super) fn wait_for_socket(socket: &std::path::Path) -> Result<()> {
     let end = Instant::now() + PATIENCE;
     while std::os::unix::net::UnixStream::connect(socket).is_err() {
-        ensure!(Instant::now() < end, "nobody listens at {}", socket.display());
+        ensure!(Instant::now() < end, "no server listens at {}", socket.display());
         std::thread::sleep(Duration::from_millis(2));
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Rates of disks in a pool, by the guest's rings: stripes and mirrors over links of a limited rate beside a local raw disk
-//! under the same limit, single writes, and what a member's return leaves to the guest.
+//! Rates of disks in a pool, by the guest's rings. Stripes and mirrors over links of a limited rate are compared with a
+//! local raw disk under the same limit. Single writes are measured, too, and the guest's rate during a member's return.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -37,7 +37,7 @@ pub(super) fn large(setup: &Setup) -> Result<Vec<Measurement>> {
     filled(&raw, DISK_MIB)?;
     let raw = raw.to_str().context("the path of a folder of the system is text")?.to_owned();
     let mut rows = Vec::new();
-    // What is written first is read then.
+    // The reads are of the data that were written first.
     for (mode, mirror) in [("write", 0.95), ("read", 1.85)] {
         let options = format!("--mode {mode} {LARGE}");
         let limited = format!("{options} --limit bytes={LINK_BYTES}");

@@ -1,6 +1,7 @@
-//! Block devices of the dom0: an image by `ferrite disk device`, through the kernel's NBD client and through its ublk driver,
-//! beside a loop device of the same content without a format and the same image by `qemu-nbd`. All are there at once, on
-//! one RAM disk, and measured in turn. Then what a device costs at rest.
+//! Block devices of the dom0: an image by `ferrite disk device`, through the kernel's NBD client and through its ublk
+//! driver. They are compared with a loop device of the same content without a format, and with the same image by
+//! `qemu-nbd`. All are there at once, on one RAM disk, and measured in turn. Then the costs of a device at rest are
+//! measured.
 
 use super::load::{self, QD1, QD32, Test};
 use super::{XenArguments, hardware};
@@ -204,8 +205,8 @@ const OURS: &str = "ours() { for p in /proc/[0-9]*; do \
 const REST_S: u32 = 15;
 const WATCHED_S: u32 = 30;
 
-/// What a device of a disk that is served already costs, after a load: the memory of all processes, beside the same without
-/// a device, and their wake-ups while nothing is asked for.
+/// The costs of a device of a disk that is served already, after a load: the memory of all processes, beside the same
+/// without a device, and their wake-ups while nothing is asked for.
 fn rest(xenhost: &mut XenHost, kind: Kind) -> Result<[Measurement; 2]> {
     let qcow2 = format!("{FOLDER}/{kind:?}.qcow2");
     let by = if kind == Kind::Nbd { "nbd" } else { "ublk" };

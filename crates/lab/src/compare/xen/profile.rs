@@ -117,7 +117,7 @@ fn mappings(maps: &str) -> Vec<Mapping> {
     maps.lines().filter_map(parse).collect()
 }
 
-/// What dom0 and guests are told apart by.
+/// The functions that tell dom0 from guests.
 pub(in crate::compare) struct Apart {
     /// Functions that only dom0 runs. One of them is enough.
     pub(in crate::compare) dom0: &'static [&'static str],

@@ -1,6 +1,7 @@
-//! A guest's disk on one and two servers, beside a local one, in the emulator's counting mode: copies of a pool on servers of its own and
-//! on LUNs of the kernel's targets, such a LUN without a pool, and DRBD. All are served by the daemon to one guest, and
-//! measured in turn, with each server behind a link of a limited rate, and without limits.
+//! A guest's disk on one and two servers, beside a local one, in the emulator's counting mode. The disks are copies of
+//! a pool on servers of its own and on LUNs of the kernel's targets, such a LUN without a pool, and DRBD. The daemon
+//! serves all of them to one guest. They are measured in turn, with each server behind a link of a limited rate, and
+//! without limits.
 
 mod scripts;
 
@@ -26,7 +27,7 @@ const LIMITED_TIMES: f64 = 5.0;
 /// Segments of the guest's requests: 512 KiB.
 const SEGMENTS: u32 = 128;
 
-/// What is behind a disk of the guest.
+/// The storage of a disk of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Disk {
     Local,
@@ -67,7 +68,7 @@ impl Disk {
         }
     }
 
-    /// What the daemon is given.
+    /// The image for the daemon.
     fn image(self, plain_lun: &str) -> String {
         match self {
             Disk::Local => "/dev/ram0".into(),
@@ -89,7 +90,7 @@ impl Disk {
         NAMES[self as usize]
     }
 
-    /// What is measured of it, with links of a limited rate or without limits. DRBD's network is not limited.
+    /// Its measurements, with links of a limited rate or without limits. DRBD's network is not limited.
     fn tests(self, link: Link) -> &'static [Test] {
         match (link, self) {
             (Link::Limited, Disk::Drbd) => &[],

@@ -1,5 +1,5 @@
-//! Compares a volume of a store with the kernel's dm-vdo under blkback, each on a RAM disk of its own in one boot, for
-//! the same guest: the rates of its disk, and the space of the same content.
+//! Compares a volume of a store with the kernel's dm-vdo under blkback, for the same guest: the rates of its disk, and
+//! the space of the same content. Each is on a RAM disk of its own, in one boot.
 
 use super::load::{self, QD1, QD32, READ_1M, Test};
 use super::{XenArguments, attach_by, hardware, start};

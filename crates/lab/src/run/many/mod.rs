@@ -161,7 +161,7 @@ fn boot(host: &Host, first: u32, count: u32) -> Result<Vec<Guest>> {
     })
 }
 
-/// What a disk that comes, is used and goes costs beside so many others.
+/// The costs of a disk that comes, is used and goes, beside so many others.
 fn cost_of_one(host: &Host, daemon: u32, domid: u32, others: u32, to: &mut Figures) -> Result<()> {
     let (requests, cpu) = (host.at_rest(), cpu_ms(daemon));
     for _ in 0..CYCLES {
@@ -211,7 +211,7 @@ fn at_rest(host: &Host, daemon: u32, disks: u32, to: &mut Figures) -> Result<()>
     Ok(())
 }
 
-/// What a command waits, and one pass over all counters.
+/// The wait of a command, and the time of one pass over all counters.
 fn answers(host: &Host, to: &mut Figures) -> Result<()> {
     let began = Instant::now();
     let listed = host.call::<Disks>("disk.list", &json!({}))?.disks.len();

@@ -1,4 +1,4 @@
-//! What processes cost, by procfs. Unreadable values count as 0: a process may end meanwhile.
+//! The costs of processes, by procfs. Unreadable values count as 0: a process may end meanwhile.
 
 use std::fs;
 

@@ -40,8 +40,8 @@ for i in $(seq 100); do [ $(ferrite pool status lab | grep -c 'server [ab]: 127'
 cat /tmp/server-*.log; ferrite pool status lab; exit 1
 ";
 
-/// The kernel's targets, tuned for large requests, and its initiator with a session for each. What a write covers is sent
-/// without being asked for, as far as both sides allow.
+/// The kernel's targets, tuned for large requests, and its initiator with a session for each. The data of a write
+/// are sent without being asked for, as far as both sides allow.
 pub(super) fn targets() -> String {
     let mut text = "set -e
 modprobe -a target_core_iblock iscsi_target_mod iscsi_tcp sd_mod
