@@ -362,7 +362,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Resumes a guest that was suspended, with the rings that it had. Nobody is told.
+    /// Resumes a guest that was suspended, with the rings that it had. No process is told.
     ///
     /// # Errors
     /// The store's.
@@ -398,8 +398,8 @@ fn suspended(domid: DomId) -> String {
     format!("/tool/suspended/{domid}")
 }
 
-/// What the hypervisor tells of the guests of a machine, to any process with a connection to its
-/// store.
+/// The states of the guests of a machine, as the hypervisor tells them to any process with a connection
+/// to its store.
 pub struct LoopbackDomains(Mutex<Store>);
 
 impl LoopbackDomains {

@@ -410,7 +410,7 @@ mod tests {
     #[test]
     fn a_port_is_bound_once_until_it_is_left() {
         let (_file, memory) = guest();
-        assert!(!memory.bind_port(0), "nobody has opened it");
+        assert!(!memory.bind_port(0), "it is not open");
         let port = memory.open_port().unwrap();
         assert!(memory.bind_port(port));
         assert!(!memory.bind_port(port));

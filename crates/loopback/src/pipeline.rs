@@ -392,7 +392,7 @@ mod tests {
         let came = |back: &Back| rustix::io::read(back.event_fd(), &mut [0; 8]).is_ok();
         front.send(0, 0, false);
         front.push().unwrap();
-        assert!(!came(&back), "nobody has asked");
+        assert!(!came(&back), "no event was asked for");
         assert!(back.final_check(), "one is there");
         back.take().unwrap();
         assert!(!back.final_check());

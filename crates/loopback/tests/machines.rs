@@ -199,7 +199,7 @@ fn exercise_queues_in_threads(front: &mut Frontend) {
     front.queues = threads.into_iter().map(|t| t.join().unwrap()).collect();
 }
 
-// What follows runs this test program again as another process: a test that does nothing unless
+// The following tests run this test program again as another process: a test that does nothing unless
 // the environment names what it shall do.
 
 const GUEST: &str = "FERRITE_TEST_GUEST";

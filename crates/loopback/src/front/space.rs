@@ -201,7 +201,7 @@ impl GuestSpace {
     }
 }
 
-/// A frame that belongs to somebody else; see [`GuestSpace::alias`].
+/// A frame that another thread changes; see [`GuestSpace::alias`].
 pub struct Alias {
     space: Arc<GuestSpace>,
     frame: u32,

@@ -70,7 +70,7 @@ fn ring_pages_appear_in_the_order_of_their_references() {
     let link = world.connect().unwrap();
     let ring = link.ring();
     assert_eq!(ring.len(), 2 * PAGE_SIZE);
-    // SAFETY: both pages are mapped, and nobody writes them now.
+    // SAFETY: both pages are mapped, and no thread writes them now.
     let (first, second) =
         unsafe { (ring.base().read_volatile(), ring.base().add(PAGE_SIZE).read_volatile()) };
     assert_eq!((first, second), (0x22, 0x11), "reference 10 is frame 2");

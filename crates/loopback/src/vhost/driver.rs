@@ -39,7 +39,7 @@ const HEADER_BYTES: usize = 512;
 /// A request.
 #[derive(Clone, Debug)]
 pub struct Ask {
-    /// What to do.
+    /// Its type.
     pub kind: u32,
     /// Where.
     pub sector: u64,

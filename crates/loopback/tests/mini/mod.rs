@@ -235,7 +235,7 @@ impl Mini {
         let direction = if is_read { Direction::ToGuest } else { Direction::FromGuest };
         let outcome = self.queues[i].link().copy(&self.arena, direction, &mut copies);
         if !is_read && self.stall_at == Some(sector) {
-            // Whoever runs this process kills it now.
+            // The test that runs this process kills it now.
             println!("stalled");
             loop {
                 std::thread::park();
