@@ -43,7 +43,7 @@ struct Inner {
     number: u64,
     links: BTreeMap<ConnId, Arc<Link>>,
     requests: BTreeMap<(ConnId, OpId), Arc<Request>>,
-    /// What reads and hashes have found.
+    /// The results of reads and hashes.
     found: BTreeMap<(ConnId, OpId), Vec<u8>>,
     jobs: VecDeque<Job>,
     threads: usize,
@@ -177,7 +177,7 @@ impl Copy {
         Ok(())
     }
 
-    /// What a request asks for, checked.
+    /// The operation of a request, checked.
     fn io(&self, request: &Request) -> Result<Io, Fault> {
         let Header { kind, op, start, len, .. } = request.header;
         let bytes = match kind {
@@ -475,7 +475,7 @@ impl Inner {
         self.forget(conn);
     }
 
-    /// A connection gets no answer any more. What it has on the medium goes on to its end.
+    /// A connection gets no answer any more. Its operations on the medium go on to their end.
     fn forget(&mut self, conn: ConnId) {
         self.links.remove(&conn);
         self.requests.retain(|(of, _), _| *of != conn);
@@ -483,7 +483,7 @@ impl Inner {
     }
 }
 
-/// What the medium has found.
+/// The result of an operation on the medium.
 enum Found {
     Nothing,
     IsSame(bool),

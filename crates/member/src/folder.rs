@@ -129,8 +129,8 @@ impl Folder {
             };
         }
         // Durable order: the data's file with its size, then the whole state under another name, then the state's name,
-        // which makes it a copy. A data's file without a state is what a death has left here, and has nothing yet; or
-        // somebody has removed the state.
+        // which makes it a copy. A death here leaves a data's file without a state, and it has nothing yet. Or an
+        // administrator has removed the state.
         let data = OpenOptions::new()
             .write(true)
             .create(true)

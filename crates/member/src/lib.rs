@@ -1,6 +1,7 @@
 //! A server of a pool: the copies that it has, and the connections of their owners.
 //!
-//! What follows from what is decided by [`ferrite_pool::Member`], a state machine for each copy. This is its shell:
+//! [`ferrite_pool::Member`], a state machine for each copy, decides. This is its shell, which carries the decisions
+//! out:
 //!
 //! * `folder`: the server's folder, its identity, and the files of copies.
 //! * `lun`: a LUN in place of a folder, whose copies are ranges; `medium`: what a copy is on; `disk`: its files.
@@ -36,13 +37,13 @@ pub use server::{Server, Space};
 /// Why something is not done.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// What failed.
+    /// The part that failed.
     pub what: String,
     /// Why.
     pub why: String,
-    /// What to do.
+    /// The next step for the user.
     pub help: String,
-    /// What the other side of a connection gets as a number.
+    /// The number that the other side of a connection gets.
     pub errno: Errno,
 }
 

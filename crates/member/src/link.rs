@@ -30,7 +30,7 @@ pub(crate) struct Budget {
     changed: Condvar,
 }
 
-/// What a connection has under way. It is guarded by the budget's lock.
+/// The requests and bytes that a connection has under way. It is guarded by the budget's lock.
 #[derive(Default)]
 struct Used {
     requests: usize,
@@ -54,7 +54,7 @@ pub(crate) struct Room {
     bytes: usize,
 }
 
-/// What the thread that sends has to do.
+/// The work for the thread that sends.
 pub(crate) enum Out {
     /// Send this. The room is free then.
     Message(Header, Vec<u8>, Option<Arc<crate::copy::Request>>),
@@ -111,7 +111,7 @@ impl Link {
         *self.queued.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
 
-    /// Takes nothing more from the other side. What is queued still leaves, then the connection ends.
+    /// Takes nothing more from the other side. Queued messages still leave, then the connection ends.
     pub(crate) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
         // It may have ended by itself.

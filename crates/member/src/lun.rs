@@ -4,7 +4,7 @@
 //! host. A range is never used twice while the LUN is in the pool, and was zero before. Its first bytes have the copy's state, so
 //! the rules are those of a server: the generation, the dirty regions and what the copy lacks are where the data are.
 //!
-//! The LUN stays reserved when its owner has ended, until the next one seizes it. What differs:
+//! The LUN stays reserved when its owner has ended, until the next one seizes it. The differences:
 //! * R1: `Open` looks at the stored generation, seizes the LUN, and looks again ([`LunOpening`]). Nothing that older owners have
 //!   sent is executed afterwards: their registrations are preempted, and their commands aborted. An owner of another host has no
 //!   server that would end its session: it may answer reads as long as it relies on its last confirmation, and so long `Open` waits.
@@ -128,7 +128,7 @@ pub(crate) struct LunStore {
     ranges: HashMap<String, u64>,
 }
 
-/// What an owner gets that opens a copy.
+/// The answer to an owner that opens a copy.
 pub(crate) enum Opened {
     Files(Box<Files>),
     /// A later owner has had it.
@@ -282,7 +282,7 @@ impl LunStore {
     }
 
     fn start(&self, what: &str, extent: &Extent) -> Result<u64, Fault> {
-        let none = || Fault::new(what, "nobody has said where it begins", "repeat it");
+        let none = || Fault::new(what, "its place on the LUN was not set", "repeat it");
         self.ranges.get(&extent.name).copied().ok_or_else(none)
     }
 
@@ -320,7 +320,7 @@ fn unreserved(what: &str, lun: &str, e: &Refusal) -> Fault {
     Fault::new(what, e, &e.help(lun)).with(Errno::BUSY)
 }
 
-/// What a LUN is, before it is a pool's.
+/// A LUN, before it is a pool's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewLun {
     /// Its own name.
@@ -353,7 +353,7 @@ pub fn prepare<E: From<Fault>>(
     let reserved = |e: Refusal| Fault::new(&what, &e, &e.help(&shown));
     fence::take(device.as_fd(), terms).map_err(reserved)?;
     (|| {
-        // While it is reserved: nobody else adds it meanwhile.
+        // While it is reserved: no other host adds it meanwhile.
         check(&new)?;
         let mut first = vec![0; RANGE_UNIT as usize];
         device.read(&mut first, 0).map_err(fault)?;

@@ -1,4 +1,4 @@
-//! What a copy is on: files of a server's folder, or a range of a LUN.
+//! The medium of a copy: files of a server's folder, or a range of a LUN.
 
 use std::io;
 use std::sync::Arc;
@@ -62,7 +62,7 @@ impl Medium {
         }
     }
 
-    /// Whether no other host has taken the medium. `None`: only one process has it, whoever asks.
+    /// The LUN to ask whether another host has taken it. `None`: only one process can have the medium.
     pub(crate) fn asks_who_has_it(&self) -> Option<&Arc<OpenLun>> {
         match self {
             Medium::Files { .. } => None,

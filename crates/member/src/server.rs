@@ -39,7 +39,7 @@ pub struct Space {
     pub total: u64,
 }
 
-/// What all connections share.
+/// The state that all connections share.
 pub(crate) struct Shared {
     store: Mutex<Store>,
     copies: Mutex<HashMap<String, Arc<Copy>>>,
@@ -50,13 +50,13 @@ pub(crate) struct Shared {
     refusals: SharedLogLimit,
 }
 
-/// What has the copies.
+/// The store of the copies.
 pub(crate) enum Store {
     Folder(Folder),
     Lun(LunStore),
 }
 
-/// What an owner gets that opens a copy.
+/// The answer to an owner that opens a copy.
 pub(crate) enum Opened {
     Copy(Arc<Copy>),
     /// A later owner has had it.
@@ -98,12 +98,12 @@ impl Server {
         Ok(Server::of(Store::Folder(folder), BootId(power.boot())))
     }
 
-    /// A LUN, served to the owner that this process is. Nobody else on this host opens it meanwhile.
+    /// A LUN, served to the owner that this process is. No other process of this host opens it meanwhile.
     ///
     /// # Errors
     /// It is not here, another process of this host has it, or it is not the one that is meant.
     pub fn on_lun(name: &LunName, terms: Terms) -> Result<Server, Fault> {
-        // R10: what was answered is on the LUN's medium, so it outlives each start of a system.
+        // R10: answered writes are on the LUN's medium, so they outlive each start of a system.
         const ALWAYS: BootId = BootId(1);
         Ok(Server::of(Store::Lun(LunStore::open(name, terms)?), ALWAYS))
     }
@@ -143,7 +143,8 @@ impl Server {
         matches!(&*self.0.store(), Store::Lun(lun) if lun.held().has_failed())
     }
 
-    /// Removes the files of a copy that the map has not any more, whoever has a session of it. One that is not there is fine.
+    /// Removes the files of a copy that the map has not any more, also if an owner has a session of it. One that is not
+    /// there is fine.
     ///
     /// # Errors
     /// The files stay.
@@ -172,7 +173,7 @@ impl Server {
         self.0.boot.0
     }
 
-    /// Serves a connection, on threads of its own. `peer`: who that is, for the log.
+    /// Serves a connection, on threads of its own. `peer`: the other side, for the log.
     pub fn connect(&self, socket: OwnedFd, peer: String) {
         let shared = self.0.clone();
         if shared.connections.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {

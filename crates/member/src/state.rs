@@ -22,7 +22,7 @@ pub(crate) struct FileIdentity {
     pub(crate) made_ns: u64,
 }
 
-/// What never changes of a copy.
+/// The facts of a copy that never change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fixed {
     pub(crate) pool: [u8; 16],
@@ -145,7 +145,7 @@ impl Slot {
     }
 }
 
-/// The state that a file has, from its bytes. One slot that is cut makes the copy incomplete: what was in it is not known.
+/// The state that a file has, from its bytes. One slot that is cut makes the copy incomplete: its content is not known.
 /// `None`: there is no state.
 pub(crate) fn read(bytes: &[u8]) -> Option<Slot> {
     let (first, second) = bytes.split_at_checked(SLOT_BYTES)?;

@@ -90,7 +90,7 @@ fn nothing_of_an_earlier_owner_lands_after_a_later_session() {
     let (mut new, opened) = taken;
     assert_eq!(opened.header.kind, Kind::Opened);
     new.done(Kind::Write, MIB, 0, &[2; 512]);
-    // What the old one sends from now on ends its connection. Whatever it was told before is from before.
+    // A message of the old owner from now on ends its connection. Answers that it has not read yet are from before.
     let _ = old.stream.write_all(
         &[
             &Header { kind: Kind::Write, op: 999, start: MIB, len: 0, payload: 512 }.to_bytes()[..],
@@ -126,7 +126,7 @@ fn a_killed_server_has_a_bit_for_all_that_it_has() {
         let (mut owner, _) = Owner::open(&server, "d", 1, 7);
         owner.regions(Kind::Clear, &(0..64).collect::<Vec<_>>());
         owner.done(Kind::Flush, 0, 0, &[]);
-        // A mark is answered when the whole state is durable, so what was cleared is, too.
+        // A mark is answered when the whole state is durable, so the earlier clearing is, too.
         owner.regions(Kind::Mark, &[63]);
         let image = || std::fs::read(folder.path().join("d.raw")).unwrap();
         let before = image();
@@ -210,7 +210,7 @@ fn files_that_are_not_the_copys_are_refused_by_name() {
     assert_eq!(answer.header.kind, Kind::Failed, "a link was followed");
     std::fs::remove_file(path("d.state")).unwrap();
     refused("this server has none");
-    // Data without a state may be somebody's.
+    // Data without a state may be another program's.
     let before = std::fs::metadata(path("d.raw")).unwrap().blocks();
     let made = Owner::create(&server, "d", 64 * MIB);
     assert_eq!(made.header.kind, Kind::Failed);

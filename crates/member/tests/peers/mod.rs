@@ -118,7 +118,7 @@ impl Answer {
 }
 
 impl Owner {
-    /// Connects, and says whom it means. The error is what the server says.
+    /// Connects, and names the server that it means. The error is the server's text.
     pub(crate) fn greet(address: &str, server: &str) -> Result<Owner, String> {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
