@@ -47,7 +47,7 @@ pub enum Address {
 pub enum Helped {
     /// An image of a Ceph cluster: `ferrite-rbd`. If it is only read, no lock is taken.
     Rbd(Image),
-    /// A disk of a pool of servers: `ferrite pool own`. Who reads it has it alone, too.
+    /// A disk of a pool of servers: `ferrite pool own`. A reader has it alone, too.
     Pool(Disk),
 }
 

@@ -9,7 +9,7 @@ pub const GREETING_BYTES: usize = 152;
 /// The largest size that offsets of files have.
 const MAX_BYTES: u64 = i64::MAX as u64;
 
-/// What a server says of its disk.
+/// A server's greeting about its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Greeting {
     /// Bytes of the disk.

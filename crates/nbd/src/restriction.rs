@@ -1,6 +1,6 @@
-//! What a client of an export may do, as the process before the server says it ([`RESTRICT`]).
+//! The rights of a client of an export, as the process before the server says them ([`RESTRICT`]).
 
-/// A private option of Ferrite's servers: who passes a client on says what that client may do. The data are a
+/// A private option of Ferrite's servers: a process that passes a client on says that client's rights. The data are a
 /// [`Restriction`]. It is answered by ACK, once for each client. A client that asks for it by itself loses rights only.
 pub const RESTRICT: u32 = u32::from_be_bytes(*b"FeEX");
 /// The longest name of an export in bytes.
@@ -9,7 +9,7 @@ pub const MAX_EXPORT_NAME_BYTES: usize = 255;
 const READ_ONLY: u8 = 1;
 const HIDES_NAMES: u8 = 2;
 
-/// What a client may do.
+/// The rights of a client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restriction {
     /// The name of the export. The empty name chooses it, too, and any other is unknown. Without a name any is right.

@@ -174,8 +174,8 @@ impl Settings {
         let (host, port) = host_and_port(authority)?;
         if !self.plain {
             let help = format!(
-                "write nbds://{authority}/EXPORT?tls-certificates=DIR; or, on a network that nobody else \
-                 reads and writes, nbd://{authority}/EXPORT?plain=yes"
+                "write nbds://{authority}/EXPORT?tls-certificates=DIR; or, on a network that only trusted \
+                 hosts read and write, nbd://{authority}/EXPORT?plain=yes"
             );
             return bad("nbd:// neither encrypts nor authenticates", &help);
         }

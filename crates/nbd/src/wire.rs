@@ -227,7 +227,7 @@ pub struct RawRequest {
 
 /// Reads numbers from the front of bytes. `None`: there are too few bytes.
 pub struct Fields<'a>(
-    /// What is left.
+    /// The bytes that are left.
     pub &'a [u8],
 );
 

@@ -1,7 +1,7 @@
 //! The handshake as a state machine: it takes bytes, and gives bytes.
 //!
 //! Steps: the server's greeting and the client's flags, [`SESSION`], structured replies, `base:allocation`, and GO,
-//! or EXPORT_NAME where the server knows no GO. What a server does not support is left out.
+//! or EXPORT_NAME where the server knows no GO. Steps that a server does not support are left out.
 
 use super::Refusal;
 use crate::wire::{
@@ -67,14 +67,14 @@ const REPLY_HEAD_BYTES: usize = 20;
 const NAMED_BYTES: usize = 10;
 const PADDING_BYTES: usize = 124;
 
-/// What the client wants.
+/// The options that the client asks for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// The name of the export; empty: the server's default.
     pub export: String,
     /// Ask for `base:allocation`.
     pub allocation: bool,
-    /// Ask for no replies in chunks: the stream is given to somebody who does not know them, as Linux' own client.
+    /// Ask for no replies in chunks: the stream is given to a client that does not know them, such as Linux' own.
     pub simple_replies: bool,
     /// Name the session, so that a server of ours ends an older one first.
     pub session: Option<Session>,
@@ -101,7 +101,7 @@ pub struct Export {
     pub fenced: bool,
 }
 
-/// What a server without block sizes accepts (the protocol of the NBD project, "Block size constraints").
+/// The sizes that a server without block sizes accepts (the protocol of the NBD project, "Block size constraints").
 const DEFAULT_MAX_BYTES: u32 = 32 << 20;
 const DEFAULT_PREFERRED_BYTES: u32 = 4096;
 const LARGEST_MIN_BYTES: u32 = 64 << 10;
@@ -177,7 +177,7 @@ impl Handshake {
         }
     }
 
-    /// What an end of the stream means now.
+    /// The meaning of an end of the stream now.
     pub fn closed(&self) -> Refusal {
         match self.state {
             State::Greeting => Refusal {

@@ -1,7 +1,7 @@
-//! The client's side of the protocol without its I/O: what it sends, and what it makes of the bytes that come.
+//! The client's side of the protocol without its I/O: the bytes that it sends, and the parser of the bytes that come.
 //!
-//! A server is not trusted. Whatever it sends, memory is bounded, nothing panics, and what contradicts the protocol
-//! is an error that ends the session.
+//! A server is not trusted. For any bytes from it, memory is bounded and nothing panics. A violation of the protocol is
+//! an error that ends the session.
 
 mod handshake;
 mod refusal;

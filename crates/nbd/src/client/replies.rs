@@ -28,10 +28,10 @@ const NONE: u16 = 0;
 const HOLE: u32 = 1;
 const ZERO: u32 = 2;
 
-/// What the server has broken. The connection ends with it.
+/// A rule that the server has broken. The connection ends with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken(
-    /// What.
+    /// The violation, in words.
     pub &'static str,
 );
 
@@ -41,7 +41,7 @@ impl fmt::Display for Broken {
     }
 }
 
-/// What is read next.
+/// The bytes to read next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// So many bytes, for [`Replies::take`]. At most 4 KiB and a little.
@@ -79,7 +79,7 @@ pub enum Answer {
     Failed(u32),
 }
 
-/// What has come.
+/// A part of a reply that has come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A part of a read is zeros.
@@ -112,7 +112,7 @@ enum State {
     Data { slot: u16, at: u32, len: u32, last: bool },
     /// Extents that are left.
     Status { slot: u16, last: bool, left: u32 },
-    /// What it was has been reported.
+    /// The violation has been reported.
     Broken,
 }
 
@@ -189,7 +189,7 @@ impl Replies {
         !self.free.is_empty()
     }
 
-    /// What is to be read now.
+    /// The bytes to read now.
     pub fn next(&self) -> Next {
         match self.state {
             State::Head | State::Broken => Next::Bytes(SIMPLE_BYTES),

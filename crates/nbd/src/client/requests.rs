@@ -5,7 +5,7 @@ use crate::wire::{REQUEST_BYTES, REQUEST_MAGIC, command, flag};
 /// Requests of one connection under way, at most.
 pub const MAX_REQUESTS: usize = 128;
 
-/// What a request wants. Offsets and lengths are bytes.
+/// The command of a request. Offsets and lengths are bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Reads a range.

@@ -328,7 +328,7 @@ proptest! {
         prop_assert!(out.len() < 4096);
     }
 
-    /// Whatever cuts a server makes in a read, the parts come back as they were sent.
+    /// For any cuts that a server makes in a read, the parts come back as they were sent.
     #[test]
     fn parts_in_any_order_make_a_whole(
         order in prop::collection::vec(any::<prop::sample::Index>(), 32), zeros in any::<u32>()

@@ -169,7 +169,7 @@ fn parse(text: &str) -> Result<(Disk, Option<u64>), BadUri> {
         (Some(etcd), Some(security)) => Some(Access::new(etcd, security)?),
         (Some(_), None) => {
             let help = "add tls=DIR, a folder with ca-cert.pem, client-cert.pem and client-key.pem; or, on a network that \
-                        nobody else reads and writes, plain=yes";
+                        only trusted hosts read and write, plain=yes";
             return bad("it does not say how etcd and the servers are spoken to", help);
         }
         (None, Some(_)) => {

@@ -21,7 +21,7 @@ const FORM: &str = "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE or rbd:POOL/I
 /// How much later than the helper its client gives a request up.
 const GRACE: Duration = Duration::from_secs(15);
 
-/// An image or a snapshot of a cluster, and who asks for it.
+/// An image or a snapshot of a cluster, and the client that asks for it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Image {
     /// The pool.
@@ -30,7 +30,7 @@ pub struct Image {
     pub namespace: String,
     /// The image.
     pub image: String,
-    /// Its snapshot, which nobody can write.
+    /// Its snapshot, which is read-only.
     pub snapshot: Option<String>,
     /// Ceph's configuration file.
     pub conf: PathBuf,
@@ -93,7 +93,7 @@ pub(super) fn uri(text: &str) -> Result<Uri, BadUri> {
         // A new helper breaks the lock of the old one: the cluster refuses what of it comes late.
         drain: Duration::ZERO,
         deadline: image.deadline + GRACE,
-        // Nobody can write a snapshot.
+        // A snapshot is read-only.
         server: Address::Helped { read_only: image.snapshot.is_some(), by: Helped::Rbd(image) },
     })
 }

@@ -32,7 +32,7 @@ impl Form {
     }
 }
 
-/// What a reply has of its request: makes the heads of the reply in the client's form.
+/// The fields of a request that its reply has. Makes the heads of the reply in the client's form.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplyTo {
     /// The client's form.
