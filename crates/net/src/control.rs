@@ -147,7 +147,7 @@ struct Followed {
     is_waiting: bool,
 }
 
-/// What became of a connection.
+/// The outcome of connecting.
 enum Connecting {
     Done,
     /// Another interface has its address. Each look tries again.
@@ -174,7 +174,7 @@ struct Follower {
     has_freed: bool,
 }
 
-/// What follows from the states of both sides.
+/// The step that follows from the states of both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     /// Nothing.

@@ -29,7 +29,7 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Packets that the guest sent and somebody received.
+    /// Packets that the guest sent and that at least one receiver got.
     sent_packets,
     /// Their bytes.
     sent_bytes,
@@ -43,7 +43,7 @@ counters! {
     malformed,
     /// Packets whose pages could not be copied, to or from this guest.
     failed,
-    /// Packets of this guest that nobody was there for, or that their receiver could not take.
+    /// Packets of this guest without a receiver, or that their receiver could not take.
     dropped,
     /// Packets for this guest that were dropped: it had no pages for them in time.
     starved,

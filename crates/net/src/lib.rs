@@ -41,7 +41,7 @@ impl std::fmt::Display for VifId {
     }
 }
 
-/// What a network is made of.
+/// The options of a network.
 pub struct Options {
     /// The name of the directory below `backend` in xenstore whose interfaces are served.
     pub kind: String,

@@ -18,7 +18,7 @@ use ferrite_xen::slots::RingViolation;
 /// Slots of a packet beyond which a ring is stopped. Some old frontends send a few more than [`PACKET_SLOTS`].
 pub const SLOTS_MAX: usize = 20;
 
-/// What a frame is segmented into.
+/// The kind of a frame's segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GsoKind {
     /// TCP over IPv4.
@@ -56,7 +56,7 @@ impl Gso {
     }
 }
 
-/// What is left to do to a frame.
+/// The work that is left to do to a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offload {
     /// Its TCP or UDP checksum is not filled in.
@@ -165,7 +165,7 @@ pub struct Taken {
     extras: usize,
     /// Bytes of the whole frame.
     pub size: usize,
-    /// What is left to do to it.
+    /// The work that is left to do to it.
     pub offload: Offload,
     /// Why it is refused.
     pub fault: Option<Fault>,

@@ -47,21 +47,21 @@ impl fmt::Display for Mac {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PortId(pub u16);
 
-/// Who sends a frame.
+/// The sender of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A guest.
     Port(PortId),
-    /// What is outside.
+    /// The network outside.
     Uplink,
 }
 
-/// Who receives a frame.
+/// The receiver of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A guest.
     Port(PortId),
-    /// What is outside.
+    /// The network outside.
     Uplink,
 }
 
@@ -83,7 +83,7 @@ pub enum SwitchError {
     #[error("another interface has the address {0}; give each its own mac")]
     Taken(Mac),
     /// It is no address of one interface.
-    #[error("{0} is an address of a group or nobody's; choose another mac")]
+    #[error("{0} is an address of a group or all zeros; choose another mac")]
     Group(Mac),
     /// There are 65,536 ports.
     #[error("the switch has no port left")]
@@ -133,7 +133,7 @@ impl Switch {
         }
     }
 
-    /// Fills `to` with those who receive a frame that begins with these bytes: nobody, one, or all others.
+    /// Fills `to` with the receivers of a frame that begins with these bytes: none, one, or all others.
     ///
     /// # Errors
     /// The frame is refused.

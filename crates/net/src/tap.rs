@@ -95,7 +95,7 @@ struct Begin {
 }
 
 impl Begin {
-    /// `None`: what is asked for cannot be done to this frame.
+    /// `None`: the offload cannot be done to this frame.
     fn of(frame: &[u8], offload: Offload) -> Option<Begin> {
         let mut header = [0; VNET_BYTES];
         if !offload.csum_blank && offload.gso.is_none() {
@@ -138,8 +138,8 @@ impl Begin {
     }
 }
 
-/// What is left to do to a frame that was read. Fills checksums in that a guest could not find. `None`: no guest can
-/// take it.
+/// The work that is left to do to a frame that was read. Fills checksums in that a guest could not find. `None`: no
+/// guest can take it.
 fn received(header: &[u8; VNET_BYTES], frame: &mut [u8]) -> Option<Offload> {
     let word = |at: usize| u16::from_ne_bytes([header[at], header[at + 1]]);
     let gso = match header[1] {

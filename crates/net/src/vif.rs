@@ -15,7 +15,7 @@ use crate::switch::{Mac, PortId};
 /// Packets that wait for one receive ring. Each is a few hundred bytes: its payload stays with its sender.
 pub(crate) const HELD_MAX: usize = 64;
 
-/// What a guest takes, by its own word.
+/// The features that a guest says it takes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Features {
     /// Packets of several slots.
@@ -123,7 +123,7 @@ pub(crate) struct Queue {
     pub(crate) first: u64,
     /// Packets for this queue's receive ring.
     pub(crate) held: VecDeque<Held>,
-    /// A packet waited here in vain, and none was delivered since: nobody else waits.
+    /// A packet waited here in vain, and none was delivered since: no other packet waits.
     pub(crate) is_starved: bool,
     /// An event was taken, and the channel is not rearmed.
     pub(crate) has_event: bool,

@@ -242,7 +242,7 @@ fn a_receiver_without_pages_costs_a_bounded_time_and_its_packets() {
         dropped += sent.iter().filter(|sent| sent.status == RSP_DROPPED).count();
     }
     assert_eq!(rig.counts(1).starved, 100);
-    // From now on nobody waits, until it has taken a packet.
+    // From now on no packet waits for it, until it has taken one.
     let sent = rig.send(0, &bytes, &SendOptions::default());
     assert_eq!(sent.status, RSP_DROPPED);
     rig.queue(1).set_rx_slots(8);

@@ -79,7 +79,7 @@ fn t37_pages_that_are_revoked_cost_their_packet_only() {
         assert_eq!(answer(queue).status, RSP_ERROR, "page {page}");
     }
     assert_eq!(rig.counts(0).failed, 3);
-    // The receiver's own pages: the guest's fault, and nobody waits for it.
+    // The receiver's own pages: the guest's fault, and no packet waits for it.
     let queue = rig.queue(1);
     let bad = (0..8).map(|page| queue.rx_pages().revoke(page).is_ok()).filter(|ok| *ok).count();
     assert!(bad > 0);
@@ -143,7 +143,7 @@ fn t38_an_impossible_producer_stops_the_interface_also_while_it_is_detached() {
     is_stopped_until_it_connects_again(&mut rig, "is impossible");
     let ring = rig.queue(0).rx_ring().clone();
     ring.store(RingWord::ReqProd, 100_000);
-    // Somebody has to send it a packet: nobody looks at a receive ring without one.
+    // Another guest has to send it a packet: the worker does not look at a receive ring without one.
     let bytes = frame(mac(0), mac(1), 1, 60);
     rig.send(1, &bytes, &SendOptions::default());
     let paths = rig.paths[0].clone();

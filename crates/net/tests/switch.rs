@@ -82,7 +82,8 @@ fn addresses_are_written_in_one_way() {
 }
 
 proptest! {
-    /// Whatever was added and removed: nobody receives his own frame, nobody twice, and only ports that are there.
+    /// After any changes of ports, no sender receives its own frame, no receiver gets it twice, and only existing ports
+    /// get it.
     #[test]
     fn each_receiver_is_there_and_receives_once(
         steps in prop::collection::vec((any::<bool>(), 0_u8..12), 0..60),

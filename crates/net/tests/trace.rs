@@ -63,7 +63,7 @@ fn a_packet_has_the_time_of_each_stage_in_their_order() {
     rig.send(0, &frame(mac(1), mac(0), 1, 30_000), &large);
     packet(rig.queue(1));
     assert_eq!(rig.queue(1).receive().unwrap(), None);
-    // What a guest has consumed is seen when the thread looks: with the next packet.
+    // The thread sees how far a guest has consumed when it looks: with the next packet.
     rig.send(1, &frame(mac(0), mac(1), 2, 60), &SendOptions::default());
     packet(rig.queue(0));
     let all = records(&dir, |all| {
@@ -87,7 +87,7 @@ fn a_packet_has_the_time_of_each_stage_in_their_order() {
     in_order(&there, &[Stage::RxNotified, Stage::RxConsumed]);
     in_order(&there, &[Stage::TxNotified, Stage::TxConsumed]);
     assert!(there.at_ns(Stage::RxConsumed) <= back.at_ns(Stage::Fetched), "{there:#?} {back:#?}");
-    assert_eq!(back.at_ns(Stage::RxConsumed), None, "nobody has looked since");
+    assert_eq!(back.at_ns(Stage::RxConsumed), None, "the worker has not looked since");
 }
 
 #[test]

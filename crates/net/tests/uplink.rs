@@ -15,7 +15,7 @@ use ferrite_net::{Network, Options};
 use ferrite_xen::netif::RSP_OKAY;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// What is outside.
+/// The network outside.
 #[derive(Default)]
 struct State {
     /// Frames that the switch has sent.
@@ -138,7 +138,7 @@ fn guests_go_on_without_a_device_that_breaks() {
     let (mut rig, outside) = with_uplink(2);
     outside.change(|state| state.is_broken = true);
     let end = Instant::now() + LONG;
-    // Nobody is outside any more.
+    // The outside has no receiver any more.
     let bytes = frame(mac(9), mac(0), 1, 500);
     while rig.send(0, &bytes, &SendOptions::default()).status == RSP_OKAY {
         assert!(Instant::now() < end, "the switch still sends");

@@ -30,7 +30,7 @@ pub(super) fn offer(store: &mut Store, backend: &str, queues: u32) -> Result<(),
     Ok(())
 }
 
-/// What a frontend asks for.
+/// The keys of a frontend.
 pub(super) struct Keys {
     mac: Mac,
     features: Features,

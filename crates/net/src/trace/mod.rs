@@ -17,10 +17,10 @@ pub(crate) const TIMES_AT: usize = 5;
 /// One end of a packet's way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum End {
-    /// Nobody: the packet was dropped.
+    /// No receiver: the packet was dropped.
     #[default]
     Nobody,
-    /// What is outside.
+    /// The network outside.
     Uplink,
     /// An interface of a guest.
     Vif {
@@ -56,7 +56,7 @@ pub enum Noticed {
     Event,
 }
 
-/// What became of a packet and one receiver.
+/// The outcome of a packet for one receiver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Outcome {
     /// The receiver has it.
@@ -166,9 +166,9 @@ pub const STAGES: usize = 10;
 /// The record of a packet and one receiver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Who sent it.
+    /// The sender.
     pub from: End,
-    /// Who was to receive it.
+    /// The intended receiver.
     pub to: End,
     /// Bytes of the frame.
     pub bytes: u32,
@@ -180,7 +180,7 @@ pub struct Record {
     pub pieces: u8,
     /// Packets of the turn in which it was copied.
     pub together: u16,
-    /// What became of it.
+    /// Its outcome.
     pub outcome: Outcome,
     /// How it was noticed.
     pub noticed: Noticed,

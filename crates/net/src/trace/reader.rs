@@ -88,7 +88,7 @@ impl Reader {
         }
         let oldest = head.saturating_sub(RECORDS);
         self.lost = self.lost.saturating_add(oldest.saturating_sub(self.next));
-        // What was read before, and has a place in the ring yet.
+        // The records that were read before, and have a place in the ring yet.
         let known = self.records.keys().next().copied().unwrap_or(self.next).min(self.next);
         let first = oldest.max(known);
         let mut bytes = vec![0; (head - first) as usize * RECORD_BYTES];

@@ -36,7 +36,7 @@ impl Place {
     }
 }
 
-/// What became of a frame and one of its receivers.
+/// The outcome of a frame for one of its receivers.
 pub(super) enum Outcome {
     /// It is on its way, or was dropped for good.
     Done,

@@ -63,7 +63,7 @@ impl Worker {
         let Some(q) = vif.queues.get_mut(queue) else { return };
         q.has_worked = true;
         if !is_ok {
-            // Whose fault it was is unknown. The pages go back, each by itself.
+            // The side at fault is unknown. The pages go back, each by itself.
             count(&vif.counters.failed);
             for room in requests {
                 let (offset, flags, status) = (0, 0, RSP_ERROR);
@@ -91,7 +91,7 @@ impl Worker {
         }
     }
 
-    /// The sender's status: okay if anybody received it.
+    /// The sender's status: okay if at least one receiver got it.
     fn judge(&mut self, frame: &Frame, is_ok: bool) {
         let From::Guest(from) = frame.from else { return };
         if !is_ok {

@@ -1,5 +1,5 @@
 //! Packets whose receiver has no pages for them now. They wait for a bounded time, a bounded number for each receive
-//! ring. A receiver that let one wait in vain is starved: nobody waits for it until it has taken a packet again.
+//! ring. A receiver that let one wait in vain is starved: no packet waits for it until it has taken one again.
 
 use super::deliver::Outcome;
 use super::{Frame, From, Worker};

@@ -67,7 +67,7 @@ pub(crate) enum Report {
     Stopped(VifId, Stop),
 }
 
-/// What the thread is given.
+/// The parts that the thread starts with.
 pub(crate) struct Start {
     pub(crate) pages: Box<dyn Pages>,
     pub(crate) uplink: Option<Box<dyn Uplink>>,
@@ -82,7 +82,7 @@ pub(crate) struct Start {
     pub(crate) trace: Option<TraceRing>,
 }
 
-/// Who a frame comes from, in a turn.
+/// The sender of a frame, in a turn.
 #[derive(Clone, Copy)]
 enum From {
     Guest(Ref),
@@ -102,7 +102,7 @@ struct Frame {
     fetched_ns: u64,
 }
 
-/// Who a frame goes to, in a turn.
+/// The receiver of a frame, in a turn.
 enum To {
     /// A guest: its pages are `rx` of the turn.
     Port { port: PortId, queue: usize, rx: std::ops::Range<usize> },
@@ -135,7 +135,7 @@ impl Delivery {
     }
 }
 
-/// What one turn collects; the room is used again.
+/// The lists of one turn; their memory is used again.
 #[derive(Default)]
 struct Turn {
     now_ns: u64,
@@ -372,8 +372,8 @@ impl Worker {
         })
     }
 
-    /// The arena's room for a frame to the uplink. If there is none, what was begun is carried out first: no frame is
-    /// lost by having come with many.
+    /// The arena's room for a frame to the uplink. If there is none, deliveries that were begun are carried out first:
+    /// no frame is lost by having come with many.
     fn room_to_uplink(&mut self) -> Span {
         if self.turn.uplink_sent == UPLINK_SENT {
             self.are_chosen();

@@ -1,7 +1,7 @@
 //! The worker looks for packets for a while, asks for events, and sleeps.
 //!
-//! A descriptor is watched by the engine from one wait to the next. What an event costs beside that, its reading and the
-//! word that lets the next one through, is handed over with the wait: one system call for all of it.
+//! A descriptor is watched by the engine from one wait to the next. An event also has to be read, and a word lets the
+//! next one through. Both are handed over with the wait: one system call for all of it.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -27,7 +27,8 @@ const HELD_NS: u64 = 2_000_000;
 /// In how many turns without a wait the uplink is looked at once, which costs a system call.
 const UPLINK_TURNS: u32 = 16;
 
-/// What waits are for. A queue has the number of its connection, and its own in the lowest byte: connections count from 1.
+/// The tokens of waits. A queue has the number of its connection, and its own in the lowest byte: connections count
+/// from 1.
 const WAKE: Token = 0;
 const UPLINK: Token = 1;
 const DRAIN: Token = 2;
@@ -35,14 +36,14 @@ const REARM: Token = 3;
 const QUEUE_BITS: u32 = 8;
 /// Bytes of an event.
 const EVENT_BYTES: u32 = 4;
-/// What is handed over at once. More is handed over in parts.
+/// The entries that are handed over at once. More are handed over in parts.
 const ENTRIES: u32 = 256;
 
 fn token(epoch: u64, queue: usize) -> Token {
     epoch << QUEUE_BITS | queue as u64
 }
 
-/// What wakes the thread.
+/// The events that wake the thread.
 pub(super) struct Events {
     reactor: Reactor,
     completions: Vec<Completion>,
@@ -294,7 +295,7 @@ impl Worker {
         while self.vif(port).is_some_and(|vif| vif.queues.iter().any(|queue| queue.is_watched)) {
             self.collect(Wait::Until(None));
         }
-        // What the last events have handed over.
+        // The operations that the last events have handed over.
         self.collect(Wait::No);
     }
 
@@ -310,7 +311,7 @@ impl Worker {
     }
 }
 
-/// Wakes whoever polls an eventfd.
+/// Wakes the thread that polls an eventfd.
 pub(crate) fn wake(fd: &OwnedFd) {
     // A full counter is awake already.
     let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());

@@ -31,7 +31,7 @@ pub(crate) fn options(machine: &Machine) -> Options {
     Options { hold_ms: 30, poll_us: 0, ..Options::new(KIND, hypervisor, machine.store().unwrap()) }
 }
 
-/// A machine with so many guests, each with an interface that nobody serves yet.
+/// A machine with so many guests, each with an interface that no backend serves yet.
 pub(crate) fn guests(count: usize) -> Rig {
     let mut machine = Machine::new().unwrap();
     let mut paths = Vec::new();
