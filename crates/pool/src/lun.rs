@@ -17,7 +17,7 @@ struct Seized {
     at: u64,
 }
 
-/// What is to be done next.
+/// The next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LunStep {
     /// Read the copy's state, then call [`LunOpening::looked`].

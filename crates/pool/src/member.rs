@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use crate::rules::{Rule, Rules};
 use crate::{BootId, ConnId, Generation, Io, OpId, OwnerId, Region, Reply, Request};
 
-/// What a member has on its medium beside the data. It is written as a whole, or not at all.
+/// A member's state on its medium, beside the data. It is written as a whole, or not at all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stored {
     /// Of the last session.
     pub generation: Generation,
-    /// Whose that was.
+    /// The owner of that session.
     pub owner: Option<OwnerId>,
     /// The start of the operating system in which that was. `None`: the copy is new.
     pub boot: Option<BootId>,
@@ -20,7 +20,7 @@ pub struct Stored {
     pub dirty: BTreeSet<Region>,
 }
 
-/// What the caller of a [`Member`] has to do.
+/// An order to the caller of a [`Member`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Write this durably, then call [`Member::stored`]. There is one at a time.
@@ -55,11 +55,11 @@ struct Op {
 /// A member: see the crate.
 #[derive(Debug)]
 pub struct Member {
-    /// What the medium has.
+    /// The state on the medium.
     durable: Stored,
-    /// What is being written.
+    /// The state that is being written.
     storing: Option<Stored>,
-    /// What the medium should have.
+    /// The state that the medium should have.
     wanted: Stored,
     boot: BootId,
     region_blocks: u64,
@@ -118,7 +118,7 @@ impl Member {
         self.go_on()
     }
 
-    /// What [`Effect::Store`] gave is durable.
+    /// The state of [`Effect::Store`] is durable.
     pub fn stored(&mut self) -> Vec<Effect> {
         if let Some(stored) = self.storing.take() {
             self.durable = stored;
@@ -134,7 +134,7 @@ impl Member {
         self.go_on()
     }
 
-    /// What a repair is to write is on the medium, or something else is.
+    /// A repair was compared: the medium has its data, or other data.
     pub fn compared(&mut self, conn: ConnId, op: OpId, is_same: bool) -> Vec<Effect> {
         match self.under_way.remove(&(conn, op)) {
             Some(_) if is_same => self.answer(conn, Reply::Done { op }),
@@ -260,7 +260,7 @@ impl Member {
             opening.is_noted = true;
             self.wanted.generation = opening.generation;
             self.wanted.owner = Some(opening.owner);
-            // R10: what was answered and not flushed may be lost with the memory of the earlier start.
+            // R10: answered but unflushed writes may be lost with the memory of the earlier start.
             let is_new = self.wanted.boot.is_none();
             let was_restarted = self.wanted.boot != Some(self.boot);
             match self.rules.keep(Rule::StaysIncomplete) {
@@ -302,7 +302,7 @@ impl Member {
     fn may_begin(&self, io: &Io) -> bool {
         match io {
             Io::Write { blocks, .. } => {
-                // R6. What is being stored may lack a bit that the medium still has.
+                // R6. The state that is being stored may lack a bit that the medium still has.
                 let states = [Some(&self.durable), self.storing.as_ref(), Some(&self.wanted)];
                 let regions: BTreeSet<Region> = blocks.regions(self.region_blocks).collect();
                 !self.rules.keep(Rule::BitsFirst)

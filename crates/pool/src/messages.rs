@@ -1,4 +1,4 @@
-//! What owners and members say to each other.
+//! The messages between owners and members.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ pub enum Request {
     Io {
         /// Its number.
         op: OpId,
-        /// What is to be done.
+        /// The operation.
         io: Io,
     },
 }
@@ -31,14 +31,14 @@ pub enum Io {
     Write {
         /// Where.
         blocks: Blocks,
-        /// What.
+        /// The data.
         data: Data,
     },
     /// Writes to the medium if it has something else there. So equal regions get no bit.
     Repair {
         /// Where.
         blocks: Blocks,
-        /// What.
+        /// The data.
         data: Data,
     },
     /// Reads from the medium.

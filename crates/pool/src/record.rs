@@ -7,7 +7,7 @@ use crate::{Generation, Members, OwnerId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Revision(pub u64);
 
-/// Who has a disk, and where its copies are.
+/// The owner of a disk, and the places of its copies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Of the owner.
@@ -22,7 +22,7 @@ pub struct Record {
     pub nonce: u64,
 }
 
-/// What is known of a transaction.
+/// The known outcome of a transaction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {
     /// It was carried out; the key has this revision.
@@ -38,17 +38,17 @@ pub enum Said {
 pub(crate) struct Change {
     /// The revision that it follows.
     pub(crate) compare: Revision,
-    /// What it writes; each attempt with a nonce of its own.
+    /// The record that it writes; each attempt with a nonce of its own.
     pub(crate) record: Record,
     tried: Vec<u64>,
 }
 
-/// What follows from an answer.
+/// The conclusion from an answer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Settled {
     /// The record is as wanted, under this revision.
     Won(Revision),
-    /// Somebody else has changed it: who has it now is not this owner any more.
+    /// Another program has changed it: this owner does not have the disk any more.
     Lost,
     /// Not known yet: the change is to be tried again as it stands now.
     Again,

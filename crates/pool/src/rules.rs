@@ -32,9 +32,10 @@ pub enum Rule {
     EqualFirst,
     /// R8: a member that returns is copied to.
     Copy,
-    /// R8: what only the returning member has marked is copied, too.
+    /// R8: regions that only the returning member has marked are copied, too.
     OwnBits,
-    /// R8: the returning member's bits become the union: what is copied to it is marked, and what was equal already.
+    /// R8: the returning member's bits become the union: regions that are copied to it are marked, and those that were
+    /// equal already.
     Union,
     /// R9: overlapping requests wait for each other.
     Order,

@@ -43,7 +43,7 @@ pub fn range_bytes(size: u64) -> u64 {
     size.div_ceil(RANGE_UNIT).saturating_add(1).saturating_mul(RANGE_UNIT)
 }
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Kind {
@@ -122,10 +122,10 @@ impl std::fmt::Display for Malformed {
     }
 }
 
-/// What stands before each payload.
+/// The header before each payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What it is.
+    /// The kind of the message.
     pub kind: Kind,
     /// The request's number. An answer has that of its request.
     pub op: u64,
@@ -200,7 +200,7 @@ impl Extent {
     }
 }
 
-/// Whom an owner means to talk to: the data of [`OPTION`].
+/// The server that an owner means to talk to: the data of [`OPTION`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Greeting {
     /// The pool's identifier.

@@ -16,7 +16,7 @@ pub(super) struct Copies {
 }
 
 impl Owner {
-    /// Brings the record to what the map has, by one change at a time.
+    /// Brings the record to the state of the map, by one change at a time.
     pub(super) fn change_copies(&mut self) {
         if !self.may_begin_return() {
             return;

@@ -98,7 +98,7 @@ impl Owner {
         }
     }
 
-    /// A connection is lost. What it had under way is sent again by the next one, or the member is dropped.
+    /// A connection is lost. The next one sends its outstanding operations again, or the member is dropped.
     fn lose(&mut self, member: MemberId) {
         let now = self.now;
         let Some(link) = self.links.get_mut(&member) else { return };

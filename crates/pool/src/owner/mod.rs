@@ -28,7 +28,7 @@ use pace::Pace;
 use returning::Return;
 use tasks::{Task, TaskId};
 
-/// What an owner goes by.
+/// The settings of an owner.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The owner. Another number for each start.
@@ -57,14 +57,14 @@ pub struct Config {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// What a request wants.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// A read.
     Read(Blocks),
     /// A write.
     Write(Blocks),
-    /// What was answered before is to be durable.
+    /// Makes earlier answered writes durable.
     Flush,
 }
 
@@ -79,7 +79,7 @@ pub enum Failure {
     NoRecord,
 }
 
-/// What has happened.
+/// An event.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The answer to [`Effect::Read`].
@@ -107,7 +107,7 @@ pub enum Event {
     Tick,
 }
 
-/// What the caller has to do.
+/// An order to the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Read the record, linearizably; an error is tried again.
@@ -150,7 +150,7 @@ enum Phase {
     Failed(Failure),
 }
 
-/// What a change of the record is for.
+/// The purpose of a change of the record.
 #[derive(Debug)]
 enum Purpose {
     TakeOver,
@@ -173,7 +173,7 @@ pub struct Owner {
     copies: Option<Copies>,
     queue: VecDeque<(RequestId, Wanted)>,
     tasks: BTreeMap<TaskId, Task>,
-    /// Operations without an answer, and whom they are for.
+    /// Operations without an answer, with their task and member.
     ops: BTreeMap<OpId, (TaskId, MemberId)>,
     /// Regions that have a bit on some member.
     dirty: BTreeSet<Region>,

@@ -1,7 +1,7 @@
 //! Copies beside the user's requests: they leave at least half of the time to those.
 //!
 //! As long as the disk is used one piece is copied at a time, and a small one, behind which a request does not wait long.
-//! When it is done, as much time passes without a copy as it has taken. What a request waits for does not wait.
+//! When it is done, as much time passes without a copy as it has taken. A copy that a request waits for does not wait.
 
 use super::Owner;
 use super::tasks::Kind;

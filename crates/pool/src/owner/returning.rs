@@ -90,7 +90,7 @@ impl Owner {
         self.begin(Task { kind, waits, holds: None });
     }
 
-    /// A step is done, or nobody waits for it any more.
+    /// A step is done, or no member has to answer it any more.
     pub(super) fn step_done(&mut self, of: MemberId, found: BTreeSet<Region>) {
         let own = self.links.get(&of).map(|link| link.dirty.clone()).unwrap_or_default();
         let (copies, takes_own) = (self.keep(Rule::Copy), self.keep(Rule::OwnBits));

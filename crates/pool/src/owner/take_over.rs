@@ -44,7 +44,7 @@ impl Owner {
             return self.fail(Failure::Incomplete);
         }
         let missing: Members = in_sync.difference(&open).copied().collect();
-        // Whoever refuses a connection needs no patience.
+        // A member that refuses a connection needs no patience.
         let are_down = missing.iter().all(|m| self.links.get(m).is_some_and(Link::is_down));
         let time = if are_down { self.config.grace } else { self.config.patience };
         let is_over = self.now >= since + time;

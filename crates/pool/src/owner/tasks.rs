@@ -1,4 +1,4 @@
-//! What is under way: requests, and what the owner does by itself.
+//! Tasks under way: requests, and the owner's own work.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ pub(super) struct TaskId(pub(super) u64);
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) kind: Kind,
-    /// What is not done yet, by the members that have to do it.
+    /// The operations that are not done yet, by the members that have to do them.
     pub(super) waits: BTreeMap<MemberId, Io>,
     /// The blocks that no other task may touch, or may not write to (`false`).
     pub(super) holds: Option<(Blocks, bool)>,
@@ -201,7 +201,7 @@ impl Owner {
         self.finish_if_done(id);
     }
 
-    /// What is read from these members is read from others.
+    /// Reads from these members go to others.
     pub(super) fn read_elsewhere(&mut self, members: &Members) {
         let waits = |task: &Task| task.waits.keys().any(|member| members.contains(member));
         let reads = |task: &Task| matches!(task.kind, Kind::Read { .. } | Kind::CopyRead { .. });

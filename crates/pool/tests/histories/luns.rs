@@ -95,7 +95,7 @@ fn read_beside_a_new_owner(new: Vec<(u64, Act)>, last: usize, from: u64) -> Vec<
     acts.extend(new);
     for member in 1..3 {
         acts.push((new_from, Act::Cut { host: 0, member, until: NEVER }));
-        // What comes later than the opening.
+        // The messages after the opening.
         acts.push((from, Act::Hold { host: last, member, until: NEVER }));
     }
     acts.push((from, Act::Ask(last, WRITE)));
@@ -173,7 +173,7 @@ fn late_write(late: u64, delayed: [(u64, Act); 2], then: Vec<(u64, Act)>) -> Vec
 fn orders_that_are_not_aborted_are_found() {
     let busy = [
         (980, Act::Busy { member: 0, until: 1_900 }),
-        // What comes later is executed at once.
+        // Later orders are executed at once.
         (996, Act::Busy { member: 0, until: 0 }),
     ];
     needs(Rule::Lun(LunRule::Abort), &[Some(0), None], |late| late_write(late, busy, vec![]));

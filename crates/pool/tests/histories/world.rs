@@ -35,7 +35,7 @@ const END: u64 = 30_000;
 const TICK: u64 = TRUST / 8;
 const MOST_OUTSTANDING: usize = 4;
 
-/// What may go wrong in a history.
+/// The faults that a history may have.
 pub(crate) struct Plan {
     pub(crate) seed: u64,
     pub(crate) servers: u8,
@@ -362,7 +362,7 @@ impl World {
         }
     }
 
-    /// What a host's clock says.
+    /// The time of a host's clock.
     fn clock(&self, host: usize) -> u64 {
         self.now + self.now * self.hosts[host].fast / 1000
     }

@@ -1,4 +1,4 @@
-//! What an owner that serves asks its members for, and when.
+//! The requests of a serving owner to its members, and their times.
 
 mod pace;
 mod reads;

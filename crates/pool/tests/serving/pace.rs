@@ -1,4 +1,4 @@
-//! What the copy to a member that returns leaves to the user's requests.
+//! The time that the copy to a returning member leaves to the user's requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,7 +32,7 @@ struct Seen {
 
 struct World {
     owner: Owner,
-    /// What is going to happen, by time and number; whether it is the end of a copy.
+    /// The coming events, by time and number; whether each is the end of a copy.
     ahead: BTreeMap<(u64, u64), (Event, bool)>,
     number: u64,
     under_way: usize,

@@ -4,7 +4,7 @@ use ferrite_pool::{Blocks, MemberId, Wanted};
 
 use super::{Plan, What, Without, World};
 
-/// What happens at a time.
+/// An event at a given time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Act {
     /// A process takes the disk over; the first one is host 0.
@@ -13,11 +13,11 @@ pub(crate) enum Act {
     StartOn(usize),
     /// A host's process ends.
     Kill(usize),
-    /// What a host sends to a member is held up until then, and not what comes back.
+    /// Messages from a host to a member are held up until then, but not those back.
     Hold { host: usize, member: u8, until: u64 },
-    /// What a member sends to a host is held up until then, and not what the host sends.
+    /// Messages from a member to a host are held up until then, but not those of the host.
     HoldBack { host: usize, member: u8, until: u64 },
-    /// What a host has under way on the LUN of a copy fails.
+    /// A host's operations under way on the LUN of a copy fail.
     FailLun { host: usize, member: u8 },
     /// The target of a copy executes no writes until then.
     Busy { member: u8, until: u64 },
@@ -25,11 +25,11 @@ pub(crate) enum Act {
     RestartLun(u8),
     /// All requests of a host have to be answered by now.
     Idle(usize),
-    /// What a member sends to a host, and a host to a member, is held up until then.
+    /// Messages from a member to a host, and from the host to the member, are held up until then.
     Cut { host: usize, member: u8, until: u64 },
     /// A host does not reach the record until then.
     CutRecord { host: usize, until: u64 },
-    /// A host does not hear what became of its changes until then.
+    /// A host does not hear the outcome of its changes until then.
     HideOutcome { host: usize, until: u64 },
     /// A server's process ends.
     Stop(u8),

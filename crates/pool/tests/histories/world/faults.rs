@@ -1,4 +1,4 @@
-//! What goes wrong: servers and owners that end, connections that are cut or held up; and the end of all that.
+//! Faults: servers and owners that end, connections that are cut or held up; and the end of all that.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ impl World {
         let server = self.servers.get_mut(&id).unwrap();
         server.member = None;
         for (conn, _, io) in std::mem::take(&mut server.under_way) {
-            // What was on the medium is done, or not.
+            // Writes on their way to the medium are done, or not.
             let Io::Write { blocks, data } = io else { continue };
             if self.random.chance(50) {
                 let data = self.data(self.conns[&conn].host, blocks, data);
@@ -185,7 +185,7 @@ impl World {
         }
     }
 
-    /// Both ends hear of a connection's end, each at its own time. What is on its way arrives before.
+    /// Both ends hear of a connection's end, each at its own time. Messages on their way arrive before.
     pub(super) fn reset(&mut self, host: usize, member: MemberId) {
         let of = self.conns.iter().filter(|(_, c)| (c.host, c.member) == (host, member));
         let of: Vec<ConnId> =

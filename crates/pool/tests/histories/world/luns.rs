@@ -18,12 +18,12 @@ mod target;
 /// Machines that owners run on.
 const MACHINES: u64 = 3;
 
-/// What keeps a LUN right beside the rules of the state machines.
+/// Rules that keep a LUN right beside those of the state machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LunRule {
     /// It is reserved before it is used.
     Reserve,
-    /// What the host before has sent is aborted when the LUN is taken.
+    /// Orders of the host before are aborted when the LUN is taken.
     Abort,
     /// The reservation is not given back when an owner ends.
     Keep,
@@ -33,7 +33,7 @@ pub(crate) enum LunRule {
     Alone,
     /// A session is confirmed by the LUN.
     Ask,
-    /// What was answered is on the medium.
+    /// Answered writes are on the medium.
     Durable,
     /// After an error all copies on the LUN let it go, and it is opened anew.
     LetGo,
@@ -46,7 +46,7 @@ pub(crate) enum Rule {
     Lun(LunRule),
 }
 
-/// What is left out.
+/// The rule that is left out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Without(pub(crate) Option<Rule>);
 
@@ -140,7 +140,7 @@ pub(super) enum Answer {
     Read(Vec<(u64, u64)>),
 }
 
-/// What happens at a LUN.
+/// An event at a LUN.
 pub(super) enum What {
     Arrives(u64),
     Executed(u64),
@@ -337,7 +337,7 @@ impl World {
                 self.end_of_lun_conn(conn);
             }
             LunStep::Open => {
-                // What was answered is on the medium, so it outlives each start of a system.
+                // Answered writes are on the medium, so they outlive each start of a system.
                 const ALWAYS: BootId = BootId(1);
                 let Some(opening) = open.openings.remove(&conn) else { return };
                 let member = || Member::new(opening.looked, ALWAYS, REGION_BLOCKS, rules);
@@ -443,7 +443,7 @@ impl World {
         }
     }
 
-    /// Whose power is cut, with a process that ends.
+    /// The power of a machine may be cut, with a process that ends.
     pub(super) fn may_cut_power_of(&mut self, machine: usize) {
         if self.luns.on.is_empty() || self.random.chance(50) {
             return;

@@ -1,4 +1,4 @@
-//! What a target does with orders, and what goes wrong on their way.
+//! A target that executes orders, and the faults on their way.
 
 use ferrite_pool::{Io, MemberId};
 
@@ -138,7 +138,7 @@ impl World {
         }
     }
 
-    /// What is in a target's queue is done, or not.
+    /// Orders in a target's queue are done, or not.
     fn tear(&mut self, ids: Vec<u64>) {
         for id in ids {
             if self.random.chance(50) {
@@ -178,7 +178,7 @@ impl World {
         }
     }
 
-    /// What a host has sent to a copy's LUN fails, and is over.
+    /// A host's orders to a copy's LUN fail, and are over.
     pub(in crate::world) fn fail_lun(&mut self, host: usize, copy: MemberId) {
         let Some(lun) = self.luns.of(copy) else { return };
         let mine = |sent: &Sent| (sent.host, sent.lun) == (host, lun);
