@@ -1,4 +1,4 @@
-//! What the commands do. Each is one transaction, decided on the keys as they are then.
+//! The commands. Each is one transaction, decided on the keys as they are then.
 
 use ferrite_etcd::Transaction;
 
@@ -40,7 +40,7 @@ pub struct Replaced {
     pub from: String,
     /// The server that gets one.
     pub to: String,
-    /// Whether nothing has to be copied, since nobody has opened the disk yet.
+    /// Whether nothing has to be copied, since no owner has opened the disk yet.
     pub done: bool,
 }
 
@@ -105,7 +105,8 @@ impl Access {
                 if record.stored.owner != 0 && !force {
                     return Err(Error::Refused(format!("{name} has an owner, which may be alive")));
                 }
-                // An owner that takes the disk meanwhile makes this lose. Whoever has the record's old revision loses later.
+                // An owner that takes the disk meanwhile makes this lose. An owner with the record's old revision loses
+                // later.
                 let key = state.record_key(name, set);
                 others = others.and_when(&key, record.revision).delete(&key);
             }
@@ -117,8 +118,8 @@ impl Access {
         })
     }
 
-    /// Has other servers get the copies of a disk that `server` has; `by`, if it is given. A set that nobody has opened has
-    /// them at once. Otherwise the old copy stays in use until the disk's owner has filled the new one.
+    /// Has other servers get the copies of a disk that `server` has; `by`, if it is given. A set that no owner has
+    /// opened has them at once. Otherwise the old copy stays in use until the disk's owner has filled the new one.
     ///
     /// # Errors
     /// [`Error::NoDisk`], [`Error::Room`], [`Error::Refused`] if the server has no copy, and those of etcd.
@@ -219,7 +220,7 @@ impl Access {
                 let record = state.record(name, set)?;
                 had_owner |= record.stored.owner != 0;
                 if record.stored.generation == 0 {
-                    // Nobody has it. By its generation the next owner knows that its files are to be made.
+                    // No owner has it. By its generation the next owner knows that its files are to be made.
                     continue;
                 }
                 let stored = Stored {
@@ -334,7 +335,7 @@ impl Wanted<'_> {
         }
         let mut others = others.and_when(&key, record.revision);
         if is_new {
-            // Nobody has opened it: all copies are empty, and equal. Its files may not be there yet.
+            // No owner has opened it: all copies are empty, and equal. Its files may not be there yet.
             let (gone, stay): (Vec<_>, Vec<_>) =
                 set.copies.drain(..).partition(|copy| copy.server == self.server);
             set.copies = stay;

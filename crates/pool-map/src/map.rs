@@ -1,4 +1,4 @@
-//! What the keys hold, checks of it, and the arithmetic from a place of a disk to a place of a set.
+//! The values of the keys, their checks, and the arithmetic from a place of a disk to a place of a set.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -34,7 +34,7 @@ pub struct Pool {
     pub number: u64,
 }
 
-/// What a server announces.
+/// A server's announcement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Server {
     /// Where it listens. Servers of one IP address are one host.
@@ -57,7 +57,7 @@ pub struct Lun {
     pub wwid: String,
     /// Its device on the host that has added it.
     pub device: PathBuf,
-    /// What fails with it: LUNs of one array are one host's.
+    /// The array that it fails with: LUNs of one array are one host's.
     pub array: String,
     /// Its bytes.
     pub bytes: u64,
@@ -138,7 +138,7 @@ pub struct Removed {
     pub server: String,
     /// The file's name.
     pub name: String,
-    /// The copy's identifier. `None`: an earlier version has listed it, and nobody removes it.
+    /// The copy's identifier. `None`: an earlier version has listed it, and no server removes it.
     #[serde(default)]
     pub id: Option<Id>,
 }

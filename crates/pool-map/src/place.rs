@@ -22,7 +22,7 @@ pub struct Room {
     pub is_lun: bool,
 }
 
-/// What fails as a whole.
+/// A unit that fails as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Host {
     /// The host of servers.
@@ -31,7 +31,7 @@ pub enum Host {
     Array(String),
 }
 
-/// What a disk's copies get in one change of the map.
+/// The ranges that a disk's copies get in one change of the map.
 pub(crate) struct Ranges {
     luns: BTreeMap<String, Lun>,
     changed: BTreeSet<String>,
@@ -75,7 +75,7 @@ pub struct NoRoom {
     pub wanted: usize,
     /// How many there are.
     pub found: usize,
-    /// What each has to have.
+    /// The bytes that each has to have.
     pub bytes: u64,
 }
 
@@ -151,7 +151,7 @@ fn take(
 }
 
 impl Room {
-    /// What a copy of so many bytes takes.
+    /// The bytes that a copy of so many bytes takes.
     fn needs(&self, bytes: u64) -> u64 {
         if self.is_lun { range_bytes(bytes) } else { bytes }
     }

@@ -1,7 +1,8 @@
 //! The keys of a pool: read together, and changed one change after the other.
 //!
-//! Each change of the map compares the pool's own key, and writes it. That key is never removed. So a change that has lost can
-//! never be carried out later, and what it was decided on was still so when it was (R11).
+//! Each change of the map compares the pool's own key, and writes it. That key is never removed. So a change that has
+//! lost can never be carried out later. The keys that a change was decided on were still the same when it was carried
+//! out (R11).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -55,7 +56,7 @@ pub enum Error {
     Odd {
         /// The key.
         key: String,
-        /// What is wrong.
+        /// The reason.
         why: String,
     },
     /// The outcome of the change is not known.
@@ -72,7 +73,7 @@ pub struct Access {
     name: String,
 }
 
-/// What the keys of a pool hold.
+/// The values of a pool's keys.
 #[derive(Debug)]
 pub struct State {
     /// The pool.
@@ -122,7 +123,7 @@ impl Access {
         &self.cluster
     }
 
-    /// What a server of the pool with this identifier announces now. `None`: nothing.
+    /// The announcement of a server of the pool with this identifier now. `None`: it announces nothing.
     ///
     /// # Errors
     /// [`Error::Etcd`], [`Error::Odd`].
@@ -168,7 +169,7 @@ impl Access {
     pub fn init(&self) -> Result<Pool, Error> {
         let pool = Pool { id: Id::random(), drained: Default::default(), number: 0 };
         match self.settle(Revision::ABSENT, &pool, Transaction::default())? {
-            // The key is never removed, so what is there now is there for good.
+            // The key is never removed, so the pool that has it is there for good.
             false => Err(Error::Exists(format!("the pool {}", self.name))),
             true => Ok(pool),
         }
@@ -217,7 +218,7 @@ impl Access {
         for _ in 0..MAX_LOST {
             let state = self.state()?;
             if let Some((key, why)) = state.odd.first() {
-                // What it promises is unknown.
+                // Its meaning is unknown.
                 return Err(Error::Odd { key: key.clone(), why: why.clone() });
             }
             let decided = match decide(&state)? {
@@ -231,7 +232,8 @@ impl Access {
         Err(Error::Busy)
     }
 
-    /// Writes the pool's key and others, once. False: it was changed by somebody else meanwhile, and this never is done.
+    /// Writes the pool's key and others, once. False: another program has changed it meanwhile, and this change is
+    /// never done.
     fn settle(&self, compare: Revision, pool: &Pool, others: Transaction) -> Result<bool, Error> {
         let key = self.key();
         let value = |number| json(&Pool { number, ..pool.clone() });

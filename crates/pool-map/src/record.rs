@@ -13,7 +13,7 @@ use crate::pool::json;
 pub struct Stored {
     /// Counts the owners. 0: the set was never opened.
     pub generation: u64,
-    /// The owner. 0: nobody.
+    /// The owner. 0: none.
     pub owner: u64,
     /// The members that have all that was answered.
     pub in_sync: BTreeSet<u8>,

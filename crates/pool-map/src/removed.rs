@@ -27,7 +27,7 @@ pub fn clean(
     })?;
     let mut count = 0;
     for entry in entries {
-        // What is something else is left alone; `status` shows it.
+        // A key with another value is left alone; `status` shows it.
         let Ok(all) = read::<Vec<Removed>>(&entry) else { continue };
         let listed = all.len();
         let stays = |it: &Removed| {

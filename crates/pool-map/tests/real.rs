@@ -135,7 +135,7 @@ fn each_change_that_loses_is_decided_anew() {
     assert_eq!(rig.servers_of("z"), ["a"]);
     assert_eq!(rig.servers_of("y"), ["bc"]);
 
-    // Grown: somebody else lets it grow as far.
+    // Grown: another client lets it grow as far.
     before(|pool, _| drop(pool.resize("x", 4 * GIB).unwrap()));
     assert!(rig.through.resize("x", 4 * GIB).unwrap().was_there);
     assert_eq!(rig.state().disks["x"].segments.len(), 2);
@@ -160,7 +160,7 @@ fn each_change_that_loses_is_decided_anew() {
     assert!(rig.through.steal("w").unwrap());
     let stored = rig.state().records[&("w".to_owned(), 0)].stored.clone();
     assert_eq!((stored.generation, stored.owner), (5, 0));
-    assert!(!rig.direct.steal("w").unwrap(), "nobody has it");
+    assert!(!rig.direct.steal("w").unwrap(), "no owner has it");
 
     // Removed: an owner takes the disk before.
     before(|pool, cluster| own(cluster, pool, "w", 6));
@@ -204,7 +204,7 @@ fn a_copy_of_an_opened_disk_stays_until_its_owner_has_another() {
     assert!(!rig.direct.retire("d", 0, 1).unwrap());
     let stored = Stored { generation: 1, owner: 77, ..Stored::new([0, 2]) };
     put(&rig.cluster, &rig.direct, "records/d/0", serde_json::to_vec(&stored).unwrap());
-    assert!(!rig.direct.retire("d", 0, 0).unwrap(), "nobody replaces it");
+    assert!(!rig.direct.retire("d", 0, 0).unwrap(), "no copy replaces it");
     assert!(rig.direct.retire("d", 0, 1).unwrap());
     assert_eq!(rig.servers_of("d"), ["ac"]);
     assert_eq!(rig.state().removed[0].server, "b");
