@@ -43,7 +43,7 @@ pub(crate) struct Whole {
     pub(crate) sets: Vec<Arc<Set>>,
 }
 
-/// What the disk is now.
+/// The disk as it is now.
 pub(crate) struct Now(RwLock<Arc<Whole>>);
 
 impl Now {
@@ -98,7 +98,7 @@ fn pieces(map: &Map, offset: u64, len: u64) -> Option<Vec<Piece>> {
 /// The ranges of sets that a range of the disk has, whatever their order.
 fn ranges(map: &Map, offset: u64, len: u64) -> Option<Vec<Piece>> {
     let (mut at, end) = (offset, offset.checked_add(len)?);
-    // What is one piece on the disk is one on each set: a set's stripes lie behind each other.
+    // One piece of the disk is one piece on each set: a set's stripes lie behind each other.
     let mut of: BTreeMap<usize, (u64, u64)> = BTreeMap::new();
     while at < end {
         let spot = map.spot(at)?;

@@ -1,10 +1,11 @@
 //! The process that has a disk of a pool: it answers NBD to one starter, and keeps the copies on the servers of the pool.
 //!
-//! What follows from what is decided by [`ferrite_pool::Owner`], a state machine for each set of copies. This is its shell:
+//! [`ferrite_pool::Owner`], a state machine for each set of copies, decides. This is its shell, which carries the
+//! decisions out:
 //!
-//! * `open`: from a name to an open disk: whose it is, and the files of a new one; `lock`: who had it on this host before.
+//! * `open`: from a name to an open disk: its owner, and the files of a new one; `lock`: its last owner on this host.
 //! * `disk`: a request is split into parts, by the map's arithmetic; `parts`: what its parts have in common.
-//! * `set`: the state machine of a set, and what it asks for.
+//! * `set`: the state machine of a set, and its orders.
 //! * `member`: the thread of a copy, which connects to its server and takes its answers; `link`: one connection; `luns`: copies
 //!   without a server.
 //! * `records`: the thread that asks etcd, and changes records; `copies`: the thread that looks for copies that come or go.

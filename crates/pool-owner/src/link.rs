@@ -97,7 +97,7 @@ impl Link {
     /// The next answer, to a request that was sent.
     ///
     /// # Errors
-    /// The end of the connection, or what the server may not send.
+    /// The end of the connection, or a message that the server may not send.
     pub(crate) fn receive(&self) -> io::Result<(Header, Vec<u8>)> {
         let (header, payload) = message(&self.socket)?;
         if header.kind == Kind::Failed {
@@ -232,7 +232,7 @@ fn message(socket: &OwnedFd) -> io::Result<(Header, Vec<u8>)> {
     Ok((header, payload))
 }
 
-/// What a server says, for people.
+/// A server's text, for people.
 pub(crate) fn words(text: &[u8]) -> String {
     String::from_utf8_lossy(text).chars().filter(|c| !c.is_control()).take(300).collect()
 }

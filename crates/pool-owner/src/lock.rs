@@ -1,4 +1,4 @@
-//! Numbers of owners, and who had a disk on this host before.
+//! Numbers of owners, and the last owner of a disk on this host.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use ferrite_helper::{Fault, Record, State};
 use ferrite_pool::OwnerId;
 use ferrite_pool_map::Id;
 
-/// What tells hosts apart: an installation of a system, and the machine of a copy of it.
+/// The files that tell hosts apart: an installation of a system, and the machine of a copy of it.
 const HOST: [&str; 3] = ["/etc/machine-id", "/etc/hostname", "/sys/class/dmi/id/product_uuid"];
 
 /// A number of this host for a new owner. Its upper half is the host's.
@@ -28,7 +28,7 @@ fn host() -> u64 {
     hash.as_bytes().first_chunk::<4>().map_or(0, |b| u32::from_be_bytes(*b).into())
 }
 
-/// What is known on this host of a disk.
+/// This host's record of a disk.
 pub(crate) struct Lock(Option<Record>);
 
 impl Lock {

@@ -24,7 +24,8 @@ pub(crate) struct Luns {
     open: Mutex<BTreeMap<String, Slot>>,
 }
 
-/// A LUN, if it is open. Whoever opens it has the lock: others wait for a LUN that does not answer only if they mean that one.
+/// A LUN, if it is open. The thread that opens it has the lock: others wait for a LUN that does not answer only if they
+/// mean that one.
 type Slot = Arc<Mutex<Option<Server>>>;
 
 impl Luns {
@@ -41,7 +42,7 @@ impl Luns {
         let slot = open.entry(place.server.clone()).or_default().clone();
         drop(open);
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        // What is under way on one that has failed ends first: until then it is open, and is not opened again.
+        // Operations under way on one that has failed end first: until then it is open, and is not opened again.
         let usable = slot.take().filter(|server| !server.has_failed());
         let server = match usable {
             Some(server) => server,

@@ -38,7 +38,7 @@ pub(crate) struct Way {
     pub(crate) luns: Arc<Luns>,
 }
 
-/// A copy, and who has it.
+/// A copy, and the server that has it.
 #[derive(Clone)]
 pub(crate) struct Place {
     pub(crate) member: MemberId,
@@ -81,7 +81,7 @@ impl Place {
         Some(server.address)
     }
 
-    /// What an answer says, and what was read. The error: whether the server has said it, and what is wrong.
+    /// The reply in an answer, and the data that were read. The error: whether the server has said it, and the reason.
     pub(crate) fn reply(
         &self,
         header: &Header,

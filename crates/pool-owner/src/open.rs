@@ -141,7 +141,7 @@ fn checked(
     }
 }
 
-/// Whose sets are made.
+/// The disk whose sets are made.
 pub(crate) struct Wanted<'a> {
     pub(crate) disk: &'a str,
     /// For people.

@@ -11,7 +11,7 @@ pub(crate) struct Parts(Mutex<Inner>);
 struct Inner {
     left: usize,
     bytes: usize,
-    /// What was read.
+    /// The data that were read.
     data: Vec<u8>,
     error: Option<i32>,
     done: Option<Done>,

@@ -72,7 +72,7 @@ pub(crate) fn transact(
         Ok(EtcdSaid::Won(revision)) => Ok(Said::Won(Revision(revision.0))),
         Ok(EtcdSaid::Lost(found)) => match found.into_iter().next().flatten() {
             Some(entry) => {
-                // What is no record was not written by this owner.
+                // A value that is no record comes from another program.
                 let found = Stored::from_json(&entry.value);
                 let found = found.map_or_else(|_| nobodys(record), |it| Record::from(&it));
                 Ok(Said::Lost(Revision(entry.revision.0), found))

@@ -23,7 +23,7 @@ const PATIENCE: u64 = 2_800_000_000;
 const GRACE: u64 = 700_000_000;
 const EIO: i32 = 5;
 
-/// What a part of a request wants of a set, in bytes of the set.
+/// The operation of a part of a request on a set, in bytes of the set.
 pub(crate) enum Wish {
     Read { start: u64, bytes: u64 },
     Write { start: u64, data: Payload, bytes: u64 },
@@ -52,11 +52,11 @@ struct Inner {
     found: Option<(Revision, Record)>,
     links: BTreeMap<ConnId, (MemberId, Arc<Link>)>,
     requests: BTreeMap<RequestId, Asked>,
-    /// What reads have found.
+    /// The data of reads.
     data: BTreeMap<OpId, Arc<Vec<u8>>>,
     /// Number of the last connection, and of the last request.
     numbers: u64,
-    /// What the log knows.
+    /// The members as the log has reported them.
     known: Option<(Members, Members)>,
     failure: Option<Failure>,
     /// Nothing is done any more.
@@ -69,7 +69,7 @@ struct Asked {
     content: Content,
 }
 
-/// What a request writes.
+/// The content that a request writes.
 enum Content {
     Nothing,
     Zeros,
@@ -206,7 +206,7 @@ impl Set {
     /// A connection has ended.
     pub(crate) fn ended(self: &Arc<Set>, conn: ConnId) {
         let mut inner = self.lock();
-        // The owner does not hear of the end of what it has closed.
+        // The owner does not hear of the end of a connection that it has closed.
         if inner.links.remove(&conn).is_none() {
             return;
         }
@@ -271,7 +271,8 @@ impl Set {
         record
     }
 
-    /// Has the state machine take an event, and carries out what follows. What has ended is told when the lock is free.
+    /// Has the state machine take an event, and carries out what follows. The caller reports ended requests when the
+    /// lock is free.
     fn handle(self: &Arc<Set>, inner: &mut Inner, event: Event) -> Vec<Ended> {
         if inner.is_over {
             return Vec::new();

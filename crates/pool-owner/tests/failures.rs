@@ -38,7 +38,7 @@ fn a_disk_of_stripes_and_copies_keeps_what_is_written() {
         assert_eq!(client.call(what, 0, at as u64, len as u32, &[]).error, 0);
         model.content[at..at + len].fill(0);
     }
-    // What no disk has, and what is no whole block.
+    // A range behind the disk's end, and a part of a block.
     assert_eq!(client.call(command::READ, 0, 16 * MIB - 512, 1024, &[]).error, 22);
     assert_ne!(client.call(command::READ, 0, 1, 512, &[]).error, 0);
     client.flush();

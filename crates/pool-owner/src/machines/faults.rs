@@ -1,4 +1,4 @@
-//! What goes wrong, and the end of that.
+//! Faults, and their end.
 
 use ferrite_member::Server;
 use ferrite_pool::{MemberId, OwnerId, Revision};
@@ -75,7 +75,7 @@ impl World {
     pub(super) fn stop_owner(&mut self, host: usize) {
         let host = &mut self.hosts[host];
         host.is_alive = false;
-        // What it had under way has no answer.
+        // Its requests under way have no answer.
         host.outstanding.clear();
         host.set.stop();
     }

@@ -69,7 +69,7 @@ enum What {
     LastLook,
 }
 
-/// What becomes of a change of the record.
+/// The outcome of a change of the record.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Known,

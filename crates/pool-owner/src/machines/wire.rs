@@ -40,7 +40,7 @@ pub(super) struct Wire {
     server: End,
     /// The server's own end.
     servers: OwnedFd,
-    /// What the server has to answer.
+    /// The number of requests that the server has to answer.
     asked: usize,
     /// It has not answered when it was waited for.
     is_slow: bool,
@@ -51,7 +51,7 @@ impl End {
         End { socket, part: Vec::new(), is_over: false, last: 0 }
     }
 
-    /// What has come: whole messages, and the end.
+    /// Takes the input that has come: whole messages, and the end.
     fn take(&mut self) -> Vec<Message> {
         let mut taken = Vec::new();
         let mut bytes = [0; 64 << 10];

@@ -217,7 +217,7 @@ impl Pool {
         drop(free);
         let folder = self.folder.path().join(&name);
         std::fs::create_dir(&folder).unwrap();
-        // What a server tells of itself.
+        // The announcement of a server.
         let bytes = 1 << 40;
         let told =
             ferrite_pool_map::Server { address, free: bytes, total: bytes, boot: "1".into() };
@@ -335,7 +335,8 @@ impl Owner {
     }
 }
 
-/// What a disk has to hold, in blocks that are written as a whole. A block that may have one of two contents has both.
+/// The content that a disk has to have, in blocks that are written as a whole. A block that may have one of two
+/// contents has both.
 pub(crate) struct Model {
     pub(crate) content: Vec<u8>,
     seed: u64,
