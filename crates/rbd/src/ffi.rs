@@ -145,7 +145,7 @@ impl Library {
     }
 }
 
-/// What the loader says of its last failure.
+/// The loader's text about its last failure.
 fn said() -> String {
     // SAFETY: dlerror returns a string of the C library or null, which lives until this thread's next call of it.
     unsafe {
@@ -243,7 +243,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // SAFETY: the handle lives, and nobody uses it any more: pools borrow it.
+        // SAFETY: the handle lives, and it is not in use any more: pools borrow it.
         unsafe { (api().rados_shutdown)(self.0) }
     }
 }
@@ -279,7 +279,7 @@ impl Pool<'_> {
 
 impl Drop for Pool<'_> {
     fn drop(&mut self) {
-        // SAFETY: the handle lives, and nobody uses it any more: images borrow it.
+        // SAFETY: the handle lives, and it is not in use any more: images borrow it.
         unsafe { (api().rados_ioctx_destroy)(self.handle) }
     }
 }
@@ -484,7 +484,7 @@ impl Image<'_> {
 
 impl Drop for Image<'_> {
     fn drop(&mut self) {
-        // SAFETY: the image is open, and nobody uses it any more. Requests under way are waited for by librbd.
+        // SAFETY: the image is open, and it is not in use any more. librbd waits for requests under way.
         unsafe {
             (api().rbd_close)(self.handle);
         }

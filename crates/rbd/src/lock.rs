@@ -1,9 +1,9 @@
-//! The exclusive lock of an image. Whoever has it is the only one whose writes the cluster takes.
+//! The exclusive lock of an image. The cluster takes writes only from the client that has it.
 //!
 //! * A dead helper of this host has left it: it is broken at once. To break a lock shuts the old client out of the cluster, so
 //!   none of its writes comes late.
 //! * Its owner has not been heard of for 30 s (it watches the image no more): it is broken likewise, as librbd itself does.
-//! * Any other owner may be alive: the image is refused, until somebody takes it by hand.
+//! * Any other owner may be alive: the image is refused, until an administrator takes it by hand.
 
 use ferrite_helper::{Fault, Record, State};
 

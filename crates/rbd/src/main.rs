@@ -53,7 +53,7 @@ fn steal(name: &str) -> Result<(), Fault> {
         .map_err(|e| Fault::lasting(e.why, e.help))?;
     match open::steal(&image)? {
         Some(owner) => println!("{}: the client {owner} is shut out", image.short()),
-        None => println!("{}: nobody has its lock", image.short()),
+        None => println!("{}: no client has its lock", image.short()),
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ use crate::log::log;
 const MOUNT_TIMEOUT_S: &str = "6";
 /// Seconds for an answer of the monitors.
 const MON_TIMEOUT_S: &str = "8";
-/// What of librbd's features has to be there for a disk that is written.
+/// The feature of librbd that a disk that is written has to have.
 const EXCLUSIVE_LOCK: u64 = 1 << 2;
 
 pub(crate) const PERMISSION: &str = "check the cluster (ceph -s), and that the client has the capabilities mon 'profile rbd' and osd \
@@ -112,7 +112,7 @@ fn must_not_cache(image: &Image<'_>, name: &str) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Takes the lock of an image from whoever has it, and shuts that client out. Returns who had it.
+/// Takes the lock of an image from the client that has it, and shuts that client out. Returns that client.
 ///
 /// # Errors
 /// In words for the user.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// What it says with the libraries of this folder before those of the system.
+/// The program's error with the libraries of this folder before those of the system.
 fn refused_with(libraries: &Path, name: &str) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-rbd"));
     command.env("LD_LIBRARY_PATH", libraries);
