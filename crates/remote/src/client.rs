@@ -1,4 +1,4 @@
-//! Who uses a disk on another server.
+//! The identity of a user of a disk on another server.
 
 use std::io;
 use std::path::Path;
@@ -30,8 +30,8 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Who opens an export with these options. A reader has a user of its own: it must not end the connections of who
-    /// writes, and nothing of it can come late.
+    /// The identity of the process that opens an export with these options. A reader has a user of its own: it must not
+    /// end the connections of a writer, and nothing of it can come late.
     ///
     /// # Errors
     /// The kernel has no random numbers.

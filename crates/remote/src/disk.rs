@@ -1,4 +1,4 @@
-//! What all threads know of an export.
+//! An export, as all threads share it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -34,13 +34,13 @@ const WINDOW: Duration = Duration::from_secs(60);
 /// The blocks that guests may have.
 const BLOCKS: [u32; 2] = [512, 4096];
 
-/// An open export: what a disk needs to know of it, and what makes sessions.
+/// An open export: the facts that a disk needs, and the factory of sessions.
 #[derive(Debug)]
 pub struct RemoteExport {
     shared: Arc<Shared>,
 }
 
-/// What sessions share.
+/// The state that sessions share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// The name as the user wrote it.
@@ -56,7 +56,7 @@ pub(crate) struct Shared {
     read_only: bool,
     user: [u8; 16],
     process: u64,
-    /// A predecessor was killed, and what it had sent may still be executed by a server that does not end its connections.
+    /// A predecessor was killed. A server that does not end its connections may still execute that one's requests.
     pub(crate) drains_first: bool,
     pub(crate) opened: Instant,
     state: Mutex<State>,
@@ -148,7 +148,7 @@ impl RemoteExport {
         self.shared.read_only
     }
 
-    /// Whether the server allows nobody to write.
+    /// Whether the server allows no client to write.
     pub fn is_write_protected(&self) -> bool {
         self.shared.export.can(can::READ_ONLY)
     }
@@ -163,7 +163,7 @@ impl RemoteExport {
         self.shared.export.preferred_block_bytes.clamp(4096, 64 << 10)
     }
 
-    /// What of discards to publish.
+    /// The limits of discards to publish.
     pub fn discard_limits(&self) -> Option<DiscardLimits> {
         let offers = self.shared.export.can(can::TRIM) && !self.shared.read_only;
         let granularity_bytes = self.physical_block_bytes();
@@ -176,7 +176,7 @@ impl RemoteExport {
         self.shared.is_single()
     }
 
-    /// What reactors register.
+    /// The factory that reactors register.
     pub fn factory(&self) -> Arc<dyn RemoteFactory> {
         Arc::new(Factory(self.shared.clone()))
     }
@@ -208,7 +208,7 @@ impl Shared {
         Ok((number, first))
     }
 
-    /// What a connection with this number asks for.
+    /// The options that the connection with this number asks for.
     pub(crate) fn wanted(&self, connection: u32) -> Wanted {
         let session = SessionName { user: self.user, process: self.process, connection };
         let allocation = self.export.allocation.is_some();
@@ -270,7 +270,7 @@ impl Shared {
     }
 }
 
-/// What makes the sessions of reactors.
+/// Makes the sessions of reactors.
 #[derive(Debug)]
 struct Factory(Arc<Shared>);
 

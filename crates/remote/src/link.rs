@@ -23,7 +23,7 @@ use crate::signal::first;
 pub(crate) struct Link {
     pub(crate) socket: OwnedFd,
     pub(crate) export: Export,
-    /// The last request is in the socket as a whole. What follows a part of one would be taken for its data.
+    /// The last request is in the socket as a whole. Bytes behind a part of one would be taken for its data.
     pub(crate) is_between_requests: AtomicBool,
 }
 

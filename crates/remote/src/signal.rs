@@ -1,4 +1,4 @@
-//! What tasks of one thread tell each other.
+//! Signals between tasks of one thread.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -13,7 +13,7 @@ pub(crate) struct Signal {
 }
 
 impl Signal {
-    /// Wakes who waits, or spares the next one its wait.
+    /// Wakes the task that waits, or spares the next one its wait.
     pub(crate) fn raise(&self) {
         self.raised.set(true);
         let waiting = self.waiting.take();

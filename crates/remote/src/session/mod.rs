@@ -1,10 +1,10 @@
-//! What one thread has of an export: one connection at a time, the requests under way, and one task.
+//! One thread's session of an export: one connection at a time, the requests under way, and one task.
 //!
 //! Requests wait in a list until the connection takes them. When it is lost, those without an answer go back to the
-//! front of the list, and the task connects again. What follows from that for writes is in `reconnect.rs`.
+//! front of the list, and the task connects again. For the consequences for writes, see `reconnect.rs`.
 //!
 //! No memory is ever handed to the kernel for longer than a call. So a connection can be given up at any time, and a
-//! reply says that nobody uses the request's memory any more.
+//! reply says that the request's memory is not in use any more.
 
 mod begin;
 mod op;

@@ -10,7 +10,7 @@ use ferrite_io::reactor::Reply;
 use ferrite_io::remote::Allocation;
 use ferrite_nbd::client::{Allocation as Extent, Command};
 
-/// What an operation's reply says if it succeeds.
+/// The meaning of an operation's reply if it succeeds.
 #[derive(Clone, Copy)]
 pub(super) enum Success {
     /// So many bytes were moved.

@@ -100,7 +100,7 @@ impl Session {
         let Next::Data { slot, at, len } = inner.replies.next() else { return Ok(None) };
         let part = inner.parts.get(usize::from(slot)).and_then(Option::as_ref);
         let memory = part.and_then(|part| part.op.memory(part.skip + at as usize));
-        let span = memory.ok_or(Broken("it sends data that nobody waits for"))?;
+        let span = memory.ok_or(Broken("it sends data that no request waits for"))?;
         let len = span.len().min(len as usize);
         Ok(Some((span.slice(0, len), len)))
     }

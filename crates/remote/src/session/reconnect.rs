@@ -1,13 +1,13 @@
-//! What follows when a connection is lost.
+//! The steps when a connection is lost.
 //!
 //! A request without an answer may or may not have been executed, and the server may still execute it. To send it again
 //! is right only if the server does not execute the first one later: by then newer data of the guest may be there. So
-//! 1. a server of ours is told the session's name. It ends what is left of the older connection before it answers.
+//! 1. a server of ours is told the session's name. It ends the rest of the older connection before it answers.
 //! 2. With any other server changes are sent again only after `drain_s` seconds without a connection. If the server did not
 //!    end the old connection itself, these begin when it answers again: it may have been stopped with requests before it.
 //!
-//! What has failed meanwhile, as the server was lost for too long, may be executed late likewise. So both rules hold for
-//! each change that had no answer, whether it is sent again or not.
+//! Requests that have failed meanwhile, as the server was lost for too long, may be executed late likewise. So both
+//! rules hold for each change that had no answer, whether it is sent again or not.
 //!
 //! Reads and flushes may be executed as often as one likes. They wait likewise, since they may depend on the order.
 

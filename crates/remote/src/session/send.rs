@@ -33,7 +33,7 @@ impl Outgoing {
         REQUEST_BYTES + self.data.as_ref().map_or(0, |(_, _, len)| *len)
     }
 
-    /// What is left, as pieces.
+    /// The bytes that are left, as pieces.
     fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         let head = self.head.get(self.done..).filter(|left| !left.is_empty()).map(Piece::Bytes);
         let mut at = self.done.saturating_sub(REQUEST_BYTES);
