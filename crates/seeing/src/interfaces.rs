@@ -1,6 +1,6 @@
 //! The counters of guests' network interfaces: a file for each switch, `NAME.json`, which `ferrite net serve` writes.
 //!
-//! A file may have any content: what is no switch is a problem, and the rest is shown.
+//! A file may have any content: a file that is no switch is a problem, and the rest is shown.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -76,7 +76,7 @@ pub fn read(folder: &Path) -> io::Result<(Vec<Switch>, Vec<String>)> {
     Ok((switches, problems))
 }
 
-/// What all interfaces have done in a second, of the `seconds` since `before`. A count that has gone back began anew.
+/// The counts of all interfaces a second, over the `seconds` since `before`. A count that has gone back began anew.
 pub fn per_second(now: &[Switch], before: &[Switch], seconds: f64) -> Vec<Switch> {
     let old = |switch: &Switch, interface: &Interface, name: &str| {
         let same = before.iter().find(|old| old.switch == switch.switch)?;
@@ -98,7 +98,7 @@ pub fn per_second(now: &[Switch], before: &[Switch], seconds: f64) -> Vec<Switch
 }
 
 fn read_one(path: &Path) -> io::Result<Switch> {
-    // Not a link, and not a pipe that nobody writes to.
+    // Not a link, and no wait for a pipe without a writer.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let mut text = String::new();

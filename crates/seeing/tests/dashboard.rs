@@ -11,7 +11,7 @@ use serde_json::Value;
 
 /// Labels that Prometheus adds, and that samples of a histogram have.
 const ADDED: [&str; 2] = ["instance", "job"];
-/// What Grafana 10.2 writes; later ones read it.
+/// The version that Grafana 10.2 writes; later ones read it.
 const SCHEMA: u64 = 39;
 
 fn dashboard() -> Value {
@@ -54,7 +54,7 @@ fn metrics(expression: &str) -> Vec<(&str, BTreeSet<&str>)> {
     found
 }
 
-/// What an expression sums by.
+/// The labels that an expression sums by.
 fn grouped(expression: &str) -> BTreeSet<&str> {
     let groups = expression.split("by (").skip(1).map(|rest| rest.split(')').next().unwrap());
     groups.flat_map(|group| group.split(", ")).collect()

@@ -1,4 +1,4 @@
-//! What is told of disks as OpenMetrics, read by parsers that are not ours alone.
+//! The OpenMetrics of disks, read by parsers that are not ours alone.
 
 use std::io::Write as _;
 use std::path::Path;

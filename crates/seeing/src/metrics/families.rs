@@ -177,7 +177,7 @@ impl Everything {
         for (name, disk) in disks() {
             family.counter(&disk.labels(name, &[]), disk.starts)?;
         }
-        let help = "What an attached disk serves";
+        let help = "Image and format of an attached disk";
         let mut family = begin(to, "ferrite_disk", help, None, MetricType::Info)?;
         for (name, disk) in disks() {
             let image = disk.image.as_deref().unwrap_or_default();
@@ -200,10 +200,10 @@ impl Everything {
     fn jobs(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         type Value = fn(&Job) -> f64;
         let gauges: [(&str, &str, Option<&Unit>, Value); 4] = [
-            ("ferrite_disk_job_done", "What a disk's job has done", Some(&Unit::Bytes), |job| {
+            ("ferrite_disk_job_done", "Bytes done by a disk's job", Some(&Unit::Bytes), |job| {
                 job.done_bytes as f64
             }),
-            ("ferrite_disk_job_all", "What a disk's job is to do", Some(&Unit::Bytes), |job| {
+            ("ferrite_disk_job_all", "All bytes of a disk's job", Some(&Unit::Bytes), |job| {
                 job.all_bytes as f64
             }),
             ("ferrite_disk_job_paused", "Whether a disk's job rests", None, |job| {

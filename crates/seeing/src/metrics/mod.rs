@@ -43,7 +43,7 @@ pub struct Job {
     pub domid: u16,
     /// The device number.
     pub devid: u32,
-    /// What it does.
+    /// Its kind.
     pub kind: &'static str,
     /// Bytes that are done.
     pub done_bytes: u64,

@@ -12,17 +12,17 @@ use super::families::begin;
 
 /// The count in the file, the metric's name, and its help.
 const PACKETS: [(&str, &str, &str); 8] = [
-    ("sent_packets", "sent_packets", "Packets that a guest sent and somebody received"),
+    ("sent_packets", "sent_packets", "Packets that a guest sent and a receiver took"),
     ("received_packets", "received_packets", "Packets that a guest received"),
     ("spoofed", "spoofed_packets", "Packets that a guest sent with an address of others"),
     ("malformed", "malformed_packets", "Packets that a guest sent in slots that contradict"),
     ("failed", "failed_packets", "Packets whose pages could not be copied"),
-    ("dropped", "dropped_packets", "Packets of a guest that nobody took"),
+    ("dropped", "dropped_packets", "Packets of a guest that no receiver took"),
     ("starved", "starved_packets", "Packets for a guest that it had no pages for"),
     ("unsupported", "unsupported_packets", "Packets for a guest that does not take such"),
 ];
 const BYTES: [(&str, &str, &str); 2] = [
-    ("sent_bytes", "sent", "Bytes of packets that a guest sent and somebody received"),
+    ("sent_bytes", "sent", "Bytes of packets that a guest sent and a receiver took"),
     ("received_bytes", "received", "Bytes of packets that a guest received"),
 ];
 

@@ -231,7 +231,7 @@ canvas.addEventListener("keydown", (e) => {
   if (does) { e.preventDefault(); does(); }
 });
 
-// What is under the pointer.
+// A text for the place under the pointer.
 function told(px, py) {
   const t = at(px), near = (view[1] - view[0]) / canvas.clientWidth * 2;
   const row = rows.findLast((row) => row.top <= py);
