@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use ferrite_disk::size;
 use ferrite_io::pool::HostMemory;
 
-/// What each disk has in any case, unless it is configured.
+/// The memory of each disk in any case, unless it is configured.
 const AUTO_BYTES: usize = 8 << 20;
 /// Buffers are addressed with 32 bits, rounded up to 2 MiB.
 const MAX_BYTES: u64 = 2 << 30;

@@ -26,7 +26,7 @@ use crate::tuning::Tuning;
 use crate::waker::{Waker, wait_for};
 use crate::{ublk, vhost};
 
-/// What is said on a status socket.
+/// The protocol of a status socket.
 const STATUS: Protocol = Protocol { name: "the status of a client", max_bytes: 1024, max_files: 0 };
 /// Most clients of each kind at a time: one, and the one before that is about to end.
 const MAX_CLIENTS: usize = 2;
@@ -35,7 +35,7 @@ const READY: Duration = Duration::from_secs(5);
 /// The longest text on a status socket.
 const MAX_TEXT: usize = 500;
 
-/// A client, as the daemon describes it. Descriptors that come along: the status socket, then what the client is.
+/// A client, as the daemon describes it. Descriptors that come along: the status socket, then the client's own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Newcomer {
@@ -78,11 +78,11 @@ impl Newcomer {
     }
 }
 
-/// What a worker says of a client.
+/// A worker's message about a client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Told {
-    /// What a device of this disk is like.
+    /// The properties of a device of this disk.
     Device {
         /// Whether nothing may be written.
         read_only: bool,
@@ -144,7 +144,7 @@ pub struct Options {
     pub counters: Counters,
 }
 
-/// The worker's end of a status socket. What cannot be said there is of no use to anybody.
+/// The worker's end of a status socket. A message that cannot be sent is dropped.
 struct Status(OwnedFd);
 
 impl Status {
@@ -213,7 +213,7 @@ impl Others {
         }
     }
 
-    /// Says whether a device or a front end is served, and keeps the socket of who has asked as long as it is.
+    /// Says whether a device or a front end is served, and keeps the socket of the asker as long as it is served.
     fn ask(&self, number: Option<u32>, status: Status) {
         let mut same = self.clients.iter().filter(|client| client.number == number);
         let found = same.find_map(|client| {
@@ -278,10 +278,10 @@ fn lock(askers: &Mutex<Askers>) -> MutexGuard<'_, Askers> {
     askers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a client is, and its memory.
+/// The client's descriptor, and that of its memory.
 type Files = (OwnedFd, Option<OwnedFd>);
 
-/// What a client's thread has.
+/// The state of a client's thread.
 struct Served {
     device: Arc<Device>,
     options: Options,

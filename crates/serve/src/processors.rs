@@ -158,7 +158,7 @@ impl Limit {
         }
     }
 
-    /// Changes the limit. What was owed is forgiven.
+    /// Changes the limit. Old debt is forgiven.
     fn set(&self, percent: u32) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
         if self.percent.swap(percent.into(), Relaxed) == u64::from(percent) {

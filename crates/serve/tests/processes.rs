@@ -144,7 +144,7 @@ impl Hypervisor for UsedUp {
         _: u32,
         _: &Moving,
     ) -> Result<Box<dyn Link>, HypervisorError> {
-        panic!("nobody is to be connected")
+        panic!("no frontend is to be connected")
     }
 }
 

@@ -177,7 +177,7 @@ fn a_guest_that_leaves_and_a_backend_that_stops_wait_for_no_tokens() {
     };
     push(&mut front);
     answers(&rig.counters, 1);
-    // The next backend has no limit. What the first one left on the ring is there.
+    // The next backend has no limit. The requests that the first one left on the ring are there.
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     assert_eq!(rig.counters.counts().requests, 1);
     rig.start();

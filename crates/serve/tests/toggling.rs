@@ -152,7 +152,7 @@ fn toggle(seed: u64) {
     println!("{} actions in {toggled:?} of {:?}", guest.actions(), start.elapsed());
     println!("{requests} requests answered, {traces} traces read");
     // How many there is time for depends on the machine's load; reconnecting needs some 100.
-    assert!(requests > 300 && traces > 0, "nothing was in flight or nobody looked");
+    assert!(requests > 300 && traces > 0, "nothing was in flight or no trace was read");
 }
 
 #[test]

@@ -498,7 +498,7 @@ fn a_guest_that_has_let_go_or_cannot_be_served_keeps_its_stub_domain_waiting_for
             host.machine.store().unwrap().write(&path, value).unwrap();
         };
         let _asked = ask(&mut other);
-        assert!(!is_answered(&mut other.queues[0]), "nobody has looked at the guest's states");
+        assert!(!is_answered(&mut other.queues[0]), "no worker looked at the guest's states");
         if can_be_served {
             write("state", b"6");
         } else {

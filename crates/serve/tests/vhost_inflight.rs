@@ -1,5 +1,5 @@
 //! A server of vhost-user that is killed under its guest. The front end connects to the next one with the same memory, rings
-//! and table of requests in flight: each request is answered once, and what was answered is on the disk.
+//! and table of requests in flight: each request is answered once, and answered writes are on the disk.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
@@ -196,7 +196,7 @@ fn dies_parked(format: &str, seed: u64) {
     for step in STEPS {
         for round in 0..3 {
             story.serve(&format!("{step} {round}"));
-            // The guest goes on until its server is dead: what it has sent then stays without an answer.
+            // The guest goes on until its server is dead: its last requests then stay without an answer.
             let end = Instant::now() + PATIENCE;
             while !story.server_is_dead() {
                 assert!(Instant::now() < end, "a server does not die before {step} {round}");

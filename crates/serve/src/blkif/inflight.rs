@@ -130,7 +130,7 @@ pub enum TableError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What was tried, to follow "cannot".
+        /// The operation that was tried, to follow "cannot".
         what: &'static str,
         /// The error of the system.
         source: io::Error,

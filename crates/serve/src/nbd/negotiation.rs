@@ -44,7 +44,7 @@ pub(super) struct Offer {
     pub(super) dirty: DirtyContexts,
 }
 
-/// What a server tells its clients.
+/// The server's options for what clients are told.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Manners {
     /// LIST is refused.
@@ -53,10 +53,10 @@ pub(super) struct Manners {
     pub(super) relayed: bool,
 }
 
-/// What is between client and server, and understands what.
+/// The abilities of the relay between client and server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Understood {
-    /// What the first version offered.
+    /// The offer of the first version.
     Least,
     /// Extended heads, `qemu:allocation-depth`, CACHE and FAST_ZERO, too.
     Depth,
@@ -84,7 +84,7 @@ pub(super) struct Agreed {
     pub(super) index: usize,
     /// The form of requests and replies.
     pub(super) form: Form,
-    /// What the client may query.
+    /// The contexts that the client may query.
     pub(super) contexts: Contexts,
     /// The client may not change anything, whatever others may.
     pub(super) read_only: bool,
@@ -121,7 +121,7 @@ pub(super) struct Negotiation {
     skip: u64,
     /// The client has named its session.
     has_session: bool,
-    /// What the client may do was said.
+    /// The process before the server has said the client's rights.
     is_restricted: bool,
 }
 
@@ -334,7 +334,7 @@ impl Negotiation {
         }
     }
 
-    /// What is agreed upon for an export. Contexts are negotiated for one by its name.
+    /// The agreed features for an export. Contexts are negotiated for one by its name.
     fn agreed_for(&self, name: &[u8], index: usize) -> Agreed {
         let contexts = match self.contexts_of == name {
             true => self.agreed.contexts,

@@ -1,4 +1,4 @@
-//! The sessions of clients that name themselves, so that what is left of an older connection has ended before a newer one
+//! The sessions of clients that name themselves, so that the rest of an older connection has ended before a newer one
 //! begins (remotes.md 2, rule 1).
 
 use std::io;
@@ -19,7 +19,7 @@ pub(super) struct Sessions {
 #[derive(Debug)]
 struct Connection {
     name: Session,
-    /// What tells it from one with the same name.
+    /// The number that tells it from one with the same name.
     number: u64,
     socket: UnixStream,
 }

@@ -21,9 +21,9 @@ pub(crate) struct Turns<'a> {
     pub(crate) copy_in: &'a mut Vec<Ticket>,
     /// A list for one step.
     pub(crate) tickets: &'a mut Vec<Ticket>,
-    /// No request can be taken now. What the reason is wakes this thread when it ends.
+    /// No request can be taken now. The end of the reason wakes this thread.
     pub(crate) blocked: &'a mut bool,
-    /// What was not flushed was flushed at the end.
+    /// Unflushed writes were flushed at the end.
     pub(crate) saved: &'a mut bool,
 }
 
@@ -185,7 +185,7 @@ fn woke(client: &mut impl Client, idle: bool, took_ns: u64) {
 }
 
 /// Whether the queue was stopped, and all that was taken is answered. Writes that were not flushed are flushed then, as
-/// nobody may be there to do it later.
+/// no other process may be there to do it later.
 fn is_over(client: &mut impl Client) -> bool {
     if !client.is_done() || !client.turns().path.is_idle() {
         return false;

@@ -22,7 +22,7 @@ use crate::waker::Waker;
 /// Bytes of the file that records a failed flush.
 const LATCH_BYTES: usize = 64;
 
-/// What the file says: a flush has failed (1), or another host has taken the LUN.
+/// The value in the file: a flush has failed (1), or another host has taken the LUN.
 const TAKEN: u32 = 2;
 
 /// Most paths of a device: two frontends with as many queues as a frontend can have.
@@ -110,7 +110,7 @@ pub struct Device {
     failed: Arc<Latch>,
     /// Whether a path is saving metadata to the medium.
     saving: AtomicBool,
-    /// What happens to requests that find no space.
+    /// The policy for requests that find no space.
     pub(super) full: Full,
     /// The disk that is served.
     pub(super) slot: Mutex<Slot>,

@@ -393,7 +393,7 @@ mod tests {
         assert!(gate.others_idle(1) && gate.close(1));
         gate.forfeit(1);
         assert!(gate.enter(0));
-        assert_eq!(gate.join(Side::First), Some(1), "its seat is the next one's");
+        assert_eq!(gate.join(Side::First), Some(1), "its number is the next queue's");
     }
 
     #[test]

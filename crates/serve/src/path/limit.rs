@@ -3,7 +3,7 @@
 //! Each of the six limits is a token bucket, kept as one number: the time at which all tokens that
 //! were taken are paid for. A request may begin if that time is less than a burst ahead. It then
 //! moves the time by its own cost, however large it is. So a request that is larger than the burst
-//! passes, and what follows waits for it. A late wake-up loses nothing, as long as it is not later
+//! passes, and the requests behind it wait for it. A late wake-up loses nothing, as long as it is not later
 //! than the burst.
 //!
 //! All queues of a disk and all its NBD clients share the buckets, without a lock. Each takes
@@ -114,7 +114,7 @@ impl Limits {
     /// Checks all rates.
     ///
     /// # Errors
-    /// A rate is outside of its bounds; the text says which and what they are.
+    /// A rate is outside of its bounds; the text names the rate and the bounds.
     pub fn check(&self) -> Result<(), String> {
         for (i, rate) in self.rates().iter().enumerate() {
             let Some(Rate { per_s, burst }) = rate else { continue };
@@ -215,7 +215,7 @@ impl Bucket {
         };
         self.burst.store(burst, Relaxed);
         self.per_s.store(per_s, Relaxed);
-        // What was owed by another rate must not hold this one back for longer than its burst.
+        // A debt from another rate must not hold this one back for longer than its burst.
         let most = now.saturating_add(burst);
         let _ = self.paid_at.fetch_update(Relaxed, Relaxed, |at| (at > most).then_some(most));
     }

@@ -8,8 +8,8 @@
 //! such writes pay one load a sweep.
 //!
 //! A request locks one range, from before its first operation until its last one has ended. It
-//! waits behind earlier requests of any path that overlap it, those that still wait included. So
-//! nobody is overtaken for ever, and nobody waits for a request that waits for it.
+//! waits behind earlier requests of any path that overlap it, those that still wait included. So no request is
+//! overtaken for ever, and none waits for a request that waits for it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

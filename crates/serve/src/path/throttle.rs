@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::RequestPath;
 
-/// What keeps a path from taking requests.
+/// The reasons that keep a path from taking requests.
 #[derive(Default)]
 pub(super) struct Hold {
     /// Whether there are requests, but no buffer for them, or the gate is closed.

@@ -2,7 +2,7 @@
 
 use ferrite_disk::SECTOR_BYTES;
 
-/// What to do for a request.
+/// The action of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Read into the segments.

@@ -2,7 +2,7 @@
 //!
 //! Each is of one queue: how long it had nothing to do, how long it worked then, and what Xen said of the host's processors.
 //! They were taken with `ferrite trace record` while `--poll-us auto` served a guest, so pauses and polls of that run are
-//! in the times. What is decided now changes them no more: what comes comes when it came.
+//! in the times. A decision now does not change them: each request comes at its recorded time.
 
 use super::{HostLoad, MAX_AUTO_NS, Poll, PollWindow, Poller};
 
@@ -15,7 +15,7 @@ const TWO_RESTING: &str = include_str!("histories/two-processors-resting.txt");
 /// As the first, on a host with one processor.
 const ONE: &str = include_str!("histories/one-processor-depth-1.txt");
 
-/// What became of the time in which the queue had nothing to do, in nanoseconds.
+/// The parts of the time in which the queue had nothing to do, in nanoseconds.
 #[derive(Debug, Default)]
 struct Played {
     /// Polled, with and without success.

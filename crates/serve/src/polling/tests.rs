@@ -291,7 +291,7 @@ fn it_does_not_begin_where_the_host_has_none() {
 fn it_does_not_poll_when_nobody_says_what_the_host_has() {
     let mut p = listening();
     assert_eq!(play(&mut p, &[(0, 0, false); 3]), [0; 3]);
-    assert!(p.wants_host_load(), "somebody is to ask");
+    assert!(p.wants_host_load(), "it asks for the host's load");
     let all = play(&mut listening(), &[(8, 7000, false), (0, 0, false)]);
     assert!(all[0] > 70 && all[1] == 0, "{all:?}");
 }
@@ -320,7 +320,7 @@ fn where_its_own_polling_takes_the_last_one_it_tries_ever_less() {
 
 #[test]
 fn of_two_disks_the_second_begins_while_there_is_a_processor_for_it() {
-    // What is left beside the first.
+    // The idle time that the first disk leaves.
     assert_eq!(play(&mut listening(), &[(4, 500, false)]), [0]);
     assert!(play(&mut listening(), &[(4, 1500, false)])[0] > 70);
 }

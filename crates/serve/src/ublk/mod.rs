@@ -56,7 +56,7 @@ pub struct Options {
     pub counters: Option<Counters>,
 }
 
-/// What a device of this disk is like.
+/// The properties of a device of this disk.
 pub fn parameters(disk: &Disk, read_only: bool) -> Parameters {
     let most = (MAX_BYTES as usize).min(largest_request(disk)) as u64;
     // The driver takes powers of two.
@@ -114,7 +114,7 @@ impl Service {
                     Queue::new(shared, number, channel, engine, read_only)
                 });
                 let ready = Box::new(move || {
-                    // Nobody has to wait for it.
+                    // No thread has to wait for it.
                     let _ = tell.try_send(());
                 });
                 let result = made.and_then(|queue| queue.when_ready(ready).run());

@@ -48,11 +48,11 @@ pub(super) struct Queue {
     in_use: usize,
     /// The first request waits for the disk's limit, and was counted.
     limited: bool,
-    /// No request can be taken now. What the reason is wakes this thread when it ends.
+    /// No request can be taken now. The end of the reason wakes this thread.
     blocked: bool,
     /// An operation waits for the channel's descriptor.
     armed: bool,
-    /// What was not flushed was flushed at the end.
+    /// Unflushed writes were flushed at the end.
     saved: bool,
     /// Is called when all tags wait for requests.
     ready: Option<Box<dyn FnOnce() + Send>>,

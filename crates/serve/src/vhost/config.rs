@@ -1,4 +1,4 @@
-//! What is offered: features, and the configuration space of a virtio block device (virtio 1.2, 5.2.4).
+//! The offer: features, and the configuration space of a virtio block device (virtio 1.2, 5.2.4).
 
 use ferrite_disk::{Disk, SECTOR_BYTES};
 
@@ -20,7 +20,7 @@ pub(super) mod feature {
     pub(in crate::vhost) const PROTOCOL: u64 = 1 << 30;
     const VERSION_1: u64 = 1 << 32;
 
-    /// What every disk has. A packed ring and a log of dirty pages are not offered.
+    /// The features of every disk. A packed ring and a log of dirty pages are not offered.
     pub(super) const ALWAYS: u64 = SEG_MAX
         | BLOCK_SIZE
         | FLUSH

@@ -29,7 +29,7 @@ const HEADER_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
 /// Queues begin at multiples of this.
 const ALIGN_BYTES: usize = 64;
-/// What stands behind the queues: a magic number and the disk.
+/// The mark behind the queues: a magic number and the disk.
 const MARK_BYTES: usize = 64;
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrite1");
 
@@ -81,7 +81,7 @@ fn check_shape(raw: &RawInflight, most_queues: u16) -> Result<usize, BadTable> {
     }
 }
 
-/// What tells a disk from others, in the 56 bytes that a table has for it (FNV-1a, spread).
+/// The mark of a disk, which tells it from others, in the 56 bytes that a table has for it (FNV-1a, spread).
 fn mark_of(disk: &str) -> [u8; MARK_BYTES] {
     let mut mark = [0; MARK_BYTES];
     mark[..8].copy_from_slice(&MAGIC.to_le_bytes());
@@ -148,7 +148,7 @@ pub(super) struct QueueTable {
     counter: u64,
 }
 
-/// A queue's part, and what a predecessor has left.
+/// A queue's part, and the requests that a predecessor has left.
 pub(super) struct Resumed {
     pub(super) table: QueueTable,
     /// The requests in flight, oldest first; `None`: the queue begins anew.
@@ -271,7 +271,7 @@ mod tests {
         create(&RAW, 4, "disk", None).unwrap()
     }
 
-    /// What the next process finds for queue 1, whose used index is that.
+    /// The requests that the next process finds for queue 1, whose used index is that.
     fn next(file: &OwnedFd, raw: &RawInflight, used: u16) -> Result<Option<Vec<u16>>, BadTable> {
         let table = Arc::new(Inflight::open(raw, file, 4, "disk")?);
         QueueTable::resume(table, 1, 8, used).map(|resumed| resumed.left)

@@ -1,4 +1,4 @@
-//! What a queue makes of any bytes, without a disk: for tests and the fuzzer.
+//! A queue that parses any bytes, without a disk: for tests and the fuzzer.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -4,13 +4,13 @@
 //! and the queues' threads are at work. One front end is served at a time. The way of a request behind the queue is that
 //! of every other frontend ([`path`](crate::path)).
 //!
-//! * `message`: the bytes of messages; `socket`: whole messages in and out; `session`: what follows them.
+//! * `message`: the bytes of messages; `socket`: whole messages in and out; `session`: the reactions to them.
 //! * `memory`: the memory table; `ring` and `chain`: a virtqueue; `request`: a virtio block request, checked.
 //! * `queue`: the loop of a queue's thread; `inflight`: the table from which a successor takes over.
-//! * `config`: what is offered.
+//! * `config`: the offer.
 //!
 //! Nothing that the front end or its guest sends is trusted: descriptors are copied before they are checked, and data are
-//! copied to the disk's own memory before they are written. Whatever is wrong ends this front end, or one queue of it.
+//! copied to the disk's own memory before they are written. Any error ends this front end, or one queue of it.
 
 mod chain;
 mod config;

@@ -48,7 +48,7 @@ const NO_HEAD: u16 = u16::MAX;
 /// An event descriptor of the front end that may be exchanged at any time.
 pub(super) type SharedEvent = Arc<Mutex<Option<OwnedFd>>>;
 
-/// Signals an event. An event that nobody reads is full, which is as good.
+/// Signals an event. An event that the front end does not read is full, which is as good.
 pub(super) fn signal(event: &SharedEvent) {
     if let Some(event) = &*event.lock().unwrap_or_else(PoisonError::into_inner) {
         let _ = rustix::io::write(event, &1u64.to_ne_bytes());
@@ -70,7 +70,7 @@ pub(super) struct Parts {
     pub(super) number: u16,
 }
 
-/// What the guest may do, and how.
+/// The guest's rights.
 #[derive(Clone, Copy)]
 pub(super) struct Rights {
     pub(super) read_only: bool,
@@ -122,7 +122,7 @@ pub(super) struct Queue {
     ended: Vec<Box<Request>>,
     /// Requests that were not handed over completely, the next one first.
     todo: VecDeque<u16>,
-    /// No request can be taken or handed over now. What the reason is wakes this thread when it ends.
+    /// No request can be taken or handed over now. The end of the reason wakes this thread.
     blocked: bool,
     parts: Vec<Part>,
     /// Requests on the used ring that are not published.

@@ -33,7 +33,7 @@ pub(super) const ID_BYTES: usize = 20;
 /// The largest part of a request for zeros, in sectors: 64 MiB.
 const ZERO_SECTORS: u64 = 128 << 10;
 
-/// What a request does.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Doing {
     #[default]
@@ -101,7 +101,7 @@ pub(super) struct Request {
     pub(super) limited: bool,
 }
 
-/// What has to be known of the disk and its guest.
+/// The facts of the disk and its guest for the checks.
 #[derive(Clone, Copy)]
 pub(super) struct Rules<'a> {
     pub(super) sectors: u64,

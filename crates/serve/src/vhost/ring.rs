@@ -1,7 +1,7 @@
 //! A split virtqueue in the guest's memory.
 //!
 //! The guest writes descriptors and the available ring, this back end the used ring. The guest may write any of it at any
-//! time, so each value is read once and checked. What goes wrong is a [`Violation`]: the queue takes no more requests.
+//! time, so each value is read once and checked. An error is a [`Violation`]: the queue takes no more requests.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -20,7 +20,7 @@ const NO_NOTIFY: u16 = 1;
 /// Bytes of a descriptor.
 pub(super) const DESC_BYTES: usize = 16;
 
-/// What a guest has done to its queue.
+/// The guest's error in its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Violation {
     #[error("{0} requests are on a queue of {1}")]

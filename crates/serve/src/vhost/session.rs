@@ -358,7 +358,8 @@ impl<'a> Session<'a> {
             let resumed = QueueTable::resume(inflight.clone(), number, line.entries, ring.told);
             let resumed = resumed.map_err(refused)?;
             if let Some(left) = resumed.left {
-                // What a predecessor has taken and not answered, and behind that what it had not taken.
+                // First the requests that a predecessor has taken and not answered, and behind them those that it had
+                // not taken.
                 ring.next_avail = ring.told.wrapping_add(left.len() as u16);
                 replay = left;
             }
@@ -460,7 +461,7 @@ impl Line {
     }
 }
 
-/// What follows a message.
+/// The reply to a message.
 enum Reply {
     None,
     Bytes(Vec<u8>),

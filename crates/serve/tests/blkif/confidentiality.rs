@@ -178,7 +178,7 @@ impl Tenant {
                 self.check_medium(&asked, reply.is_ok(), &medium);
             }
         }
-        assert!(medium == self.model, "the medium has what nobody wrote there");
+        assert!(medium == self.model, "the medium has bytes that were never written there");
         let own = |byte: &u8| *byte == 0 || (self.first..=self.last()).contains(byte);
         let all = self.buffer.to_vec(0, BYTES);
         assert!(each(&all, own) && each(&medium, own), "a byte is another's");

@@ -211,7 +211,7 @@ fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
 }
 
 /// The kernel reports a lost write to one caller: a later successful sync means nothing.
-/// Another host has taken the LUN: what a guest here has in memory is no longer what the disk has.
+/// Another host has taken the LUN: a guest's memory here is no longer the same as the disk.
 #[test]
 fn after_a_reservation_conflict_all_requests_fail_also_after_a_take_over() {
     const EBADE: i32 = 52;
@@ -292,7 +292,7 @@ fn a_failed_flush_is_remembered_while_nobody_is_connected() {
     front
         .connect(&FrontOptions { max_indirect: 256, ..FrontOptions::default() }, PATIENCE)
         .unwrap();
-    assert_latched(&mut front, &buffer, "after a restart with nobody connected");
+    assert_latched(&mut front, &buffer, "after a restart without a frontend");
     front.close(PATIENCE).unwrap();
 }
 

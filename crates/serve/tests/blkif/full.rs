@@ -245,7 +245,7 @@ fn writes_that_find_no_space_wait_for_it_and_what_needs_none_goes_on() {
         assert!(seen.full_since_unix_s.is_some_and(|since| since >= seen.made_unix_s));
         place.small.change("size=64m");
         guest.goes_on();
-        wait_until("nobody waits", || waiting(&rig) == 0);
+        wait_until("no request waits", || waiting(&rig) == 0);
         assert_eq!(snapshot::read(&stats_file(rig.run_dir())).unwrap().full_since_unix_s, None);
         guest.front.close(PATIENCE).unwrap();
         end(&mut rig);

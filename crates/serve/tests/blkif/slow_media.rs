@@ -193,7 +193,7 @@ fn a_remote_disk_parks_when_the_requests_in_flight_at_it_have_ended() {
         store.release();
         let (disk, away) = parking.join().unwrap();
         drop(disk);
-        // What was taken is written, and no connection is left.
+        // The taken requests are written, and no connection is left.
         store.wait_for_the_end();
         away.go_on_with(remote_disk(&store, false)).map_err(|refused| refused.unfit).unwrap();
         all_succeed(&mut front.queues[round as usize % 2]);

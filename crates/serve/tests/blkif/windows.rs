@@ -1,5 +1,5 @@
-//! What the Windows driver does and Linux does not: it resumes by closing, and keeps the features of its last host where
-//! the new one does not name them.
+//! The Windows driver differs from Linux: it resumes by closing, and keeps the features of its last host where the new
+//! one does not name them.
 
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_testkit::PATIENCE;

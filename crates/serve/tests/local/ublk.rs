@@ -24,7 +24,7 @@ const BYTES: u64 = 64 * MIB;
 const DEPTH: u16 = 8;
 const EIO: i32 = -5;
 
-/// What the driver knows of a tag.
+/// The driver's state of a tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tag {
     /// The server does not wait for a request.
@@ -105,7 +105,7 @@ impl Driver {
     }
 
     fn read(&self, sector: u64, bytes: usize) -> (i32, Vec<u8>) {
-        // What the server does not write is seen.
+        // Bytes that the server does not write are seen.
         self.call(Operation::Read, sector, vec![0xee; bytes])
     }
 
@@ -121,7 +121,7 @@ impl Driver {
         self.event.wake();
     }
 
-    /// The server has gone. What it had taken is given to the next.
+    /// The server has gone. The next server gets the requests that it had taken.
     fn recover(&self) -> Vec<u16> {
         let mut state = self.lock();
         state.ended.clear();
@@ -354,7 +354,7 @@ fn a_discard_gives_space_back() {
     served.end();
 }
 
-/// A server that is told to end answers what it has taken. What comes then is the next server's.
+/// A server that is told to end answers the requests that it has taken. Later requests go to the next server.
 #[test]
 fn what_a_server_leaves_with_the_driver_its_successor_does() {
     let mut served = Served::new("qcow2", false);

@@ -1,4 +1,4 @@
-//! Front ends and guests that do what they may not, by vhost-user. Whatever they do ends their connection or their queue;
+//! Front ends and guests that do what they may not, by vhost-user. Each violation ends their connection or their queue;
 //! the next front end is served as if nothing had been.
 
 use std::os::fd::AsFd;
@@ -76,7 +76,7 @@ fn memory_that_shrinks_under_a_queue_ends_the_connection_and_not_the_process() {
         // Either the data alone have gone, or the ring as well.
         let len = if data_only { driver.data_at(0) as u64 } else { 0 };
         if data_only {
-            // The ring is in the first half; what is behind it goes.
+            // The ring is in the first half; the data behind it go.
             driver.guest.file.set_len(len.next_multiple_of(4096)).unwrap();
             driver.offer(head);
         } else {
@@ -192,7 +192,7 @@ fn rings_outside_of_the_memory_or_not_aligned_end_the_connection() {
     is_served(&served);
 }
 
-/// What a guest does to a good request in slot 0, whose descriptors are 0, 1 and 2.
+/// A guest's change of a good request in slot 0, whose descriptors are 0, 1 and 2.
 type Harm = fn(&Driver);
 
 #[test]
@@ -308,7 +308,6 @@ fn queues_of_a_front_end_without_protocol_features_run_at_once() {
     assert_eq!(driver.call(&Ask { kind: kind::FLUSH, ..Ask::flush() }).0, 0);
 }
 
-/// What was checked is what is done: each byte is read once, or from a copy.
 /// Ends the other thread of a test, also when this one fails.
 struct End<'a>(&'a AtomicBool);
 
@@ -318,6 +317,7 @@ impl Drop for End<'_> {
     }
 }
 
+/// Each byte is read once, or from a copy, so the checked value is the one that is used.
 #[test]
 fn a_guest_that_changes_its_requests_while_they_are_read_stays_on_its_disk() {
     let served = Served::new("raw", BYTES, options());

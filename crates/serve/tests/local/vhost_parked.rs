@@ -27,8 +27,8 @@ fn connect(served: &Served, seed: u64) -> (FrontEnd, Load) {
     (front, load)
 }
 
-/// Has a guest work while `beside` does something, and then compares what it reads and what is in the image that is served
-/// at the end.
+/// Has a guest work while `beside` does something. Then compares the guest's reads, and the image that is served at the
+/// end, with the model.
 fn under_load(format: &str, seed: u64, beside: impl FnOnce(&Served) -> PathBuf) {
     let mut served = Served::new(format, BYTES, options());
     let (front, mut load) = connect(&served, seed);

@@ -117,7 +117,7 @@ fn clients_that_write_different_bytes_of_a_block_at_once_lose_none() {
     assert_eq!(wrong, None);
 }
 
-/// Whichever comes last, the bytes of the block that only the whole write has are its own.
+/// In either order, the bytes of the block that only the whole write has are its own.
 #[test]
 fn a_whole_block_and_bytes_of_it_that_are_written_at_once_come_one_after_the_other() {
     const ROUNDS: u8 = 250;

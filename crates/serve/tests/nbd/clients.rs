@@ -185,7 +185,7 @@ fn who_says_nothing_is_let_go_and_who_is_one_too_many_is_turned_away() {
     silent.set_read_timeout(Some(PATIENCE)).unwrap();
     silent.read_to_end(&mut greeting).expect("the time for a handshake ends");
     assert_eq!(greeting.len(), 18);
-    // Who sends one byte after the other has no more time than who sends none.
+    // A client that sends one byte after the other has no more time than one that sends none.
     let mut slow = UnixStream::connect(&served.socket).unwrap();
     let options_of_a_minute =
         [&[0, 0, 0, 3][..], &b"IHAVEOPT\0\0\0\x03\0\0\0\0".repeat(75)].concat();

@@ -258,7 +258,7 @@ fn requests_with_extended_heads_are_asked_again_as_they_came() {
     assert!(is_closed(&worker.0));
 }
 
-/// What was agreed upon with it would differ.
+/// Otherwise the agreed features would differ.
 #[test]
 fn a_client_whose_first_worker_was_older_keeps_what_that_one_offered() {
     let keeper = Keeper::new();
@@ -267,7 +267,7 @@ fn a_client_whose_first_worker_was_older_keeps_what_that_one_offered() {
     let client = std::thread::spawn(move || {
         let mut client = Client::over(stream);
         let unsupported = 1 << 31 | 1;
-        // Whatever a client says in the relay's place is passed on.
+        // The relay passes on its own option if a client sends it.
         let asked = u32::from_be_bytes(*b"FRLY");
         assert_eq!(client.option(asked, b""), [(unsupported, vec![])]);
         assert_eq!(client.go(false), (SIZE, FLAGS));

@@ -51,7 +51,7 @@ pub(crate) fn wrong(events: &[Event]) -> Option<String> {
             false if e.value == 0 => zones.entry((e.register, 0)).or_insert(at_first),
             false => match zones.get_mut(&(e.register, e.value)) {
                 Some(zone) => zone,
-                None => return Some(format!("{e:?}: nobody has written that")),
+                None => return Some(format!("{e:?}: that was never written")),
             },
         };
         if e.end < zone.begin {

@@ -184,7 +184,7 @@ fn a_table_of_another_image_is_refused_and_names_both_under_whatever_path() {
         assert!(e.to_string().contains(named), "{e}");
     }
     assert!(Table::open(&path, with("raw, inode 5", "/srv/renamed.img")).is_ok());
-    // What does not fit is cut off, and only there.
+    // Only the part of the name that does not fit is cut off.
     let long = with("raw, inode 5", &"x".repeat(5000));
     Table::create(&path, long.clone()).unwrap();
     Table::open(&path, long).unwrap();
@@ -261,7 +261,7 @@ impl Model {
         }
     }
 
-    /// The process dies; what it knew is gone, and a successor asks the table.
+    /// The process dies; its memory is gone, and a successor asks the table.
     fn kill(&mut self, table: &QueueTable) -> Result<(), TestCaseError> {
         self.batch.clear();
         self.in_hand.clear();
@@ -385,8 +385,8 @@ fn killed_before<'a>(table: &'a QueueTable, blank: &[u8], stores: usize) -> (Pro
     (process, was_killed)
 }
 
-/// Killed before any one store, the guest then sets the producer as it likes: what is done again was
-/// never answered and has room for its answers, or there is no take-over.
+/// The process is killed before any one store, and the guest then sets the producer as it likes. Repeated requests were
+/// never answered and have room for their answers, or there is no take-over.
 #[test]
 fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served() {
     let dir = tempfile::tempdir().unwrap();
@@ -431,8 +431,8 @@ fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served()
     assert!(served > 100 && refused > 1000, "{served} served, {refused} refused");
 }
 
-/// The successor is killed, too, after any store but none. What it has found on the ring, the table
-/// knows by then.
+/// The successor is killed, too, after any store but none. By then the table has the responses that it has found on the
+/// ring.
 #[test]
 fn answers_that_a_successor_has_found_are_not_taken_back_when_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();

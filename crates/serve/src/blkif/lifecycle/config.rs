@@ -96,7 +96,7 @@ pub struct WorkConfig {
     pub stays: bool,
     /// Tuning of the queues.
     pub tuning: Tuning,
-    /// What happens to requests that find no space. It is used by a worker that opens its image. A
+    /// The policy for requests that find no space. It is used by a worker that opens its image. A
     /// device in one process has its own policy.
     pub on_full: OnFull,
     /// The limits of requests and bytes in a second, from the start.

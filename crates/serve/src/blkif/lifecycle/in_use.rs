@@ -32,7 +32,7 @@ pub enum Change {
     Hidden(u8),
     /// The hash of its key.
     Key {
-        /// What is hashed before the key: 64 hexadecimal digits.
+        /// The nonce, which is hashed before the key: 64 hexadecimal digits.
         nonce: String,
         /// The hash: 64 hexadecimal digits.
         hash: String,
@@ -50,7 +50,7 @@ pub struct ImageOrder {
     pub change: Option<Change>,
 }
 
-/// What an image's headers and table say now.
+/// The facts in an image's headers and table now.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Facts {
@@ -126,7 +126,7 @@ pub(super) fn carry_out(
         Ok(disk) => disk,
         Err(e) => return ImageReply::failed(&e),
     };
-    // What is only read is as its file says, and may be changed by others.
+    // An image that is only read is as its file says, and others may change it.
     if disk.read_only() || disk.media().first().is_none_or(|leaf| leaf.inode() != order.file) {
         return ImageReply::NotMine;
     }

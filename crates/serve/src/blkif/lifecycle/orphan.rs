@@ -17,7 +17,7 @@ use super::tune::Tune;
 use crate::blkif::negotiate::{self, Wanted};
 use ferrite_xen::xenbus::XenbusState;
 
-/// What a new worker starts with.
+/// The start of a new worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
     /// The worker waits for a follower's requests.
@@ -31,7 +31,7 @@ pub enum Start {
     Ahead {
         /// How the image is opened.
         ahead: Ahead,
-        /// What was set on the running disk.
+        /// The settings of the running disk.
         tune: Box<Tune>,
     },
 }
@@ -47,7 +47,7 @@ pub struct Orphan {
     /// The rings, see [`Order::TakeOver`](super::messages::Order::TakeOver).
     pub(super) rings: Rings,
     pub(super) told_sectors: Option<u64>,
-    /// What was set on the running disk. The caller knows it, and xenstore does not.
+    /// The settings of the running disk. The caller knows them, and xenstore does not.
     pub tune: Box<Tune>,
 }
 

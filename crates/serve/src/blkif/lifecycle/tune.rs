@@ -9,14 +9,14 @@ use crate::path::limit::Limits;
 use crate::polling::PollWindow;
 use crate::processors::Processors;
 
-/// What is set on a running disk. What is `None` was not set: it is as the worker's options say.
+/// The settings of a running disk. A setting that is `None` was not set: it is as the worker's options say.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tune {
     /// The limits of requests and bytes in a second.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub limits: Option<Limits>,
-    /// What happens to requests that find no space.
+    /// The policy for requests that find no space.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub on_full: Option<OnFull>,
     /// How long queues poll before they sleep.

@@ -15,7 +15,7 @@ const ENTRIES: u32 = 32;
 /// How long requests under way may take before a volume grows.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a worker is to do with its volume.
+/// An order to a worker about its volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum VolumeOrder {

@@ -1,5 +1,5 @@
-//! What a queue's thread records for observers: requests, when it polled and slept, and what the
-//! ring shows of its guest (docs/internals/trace.md 1).
+//! The records of a queue's thread for observers: requests, times of polling and sleep, and facts that the ring shows
+//! of its guest (docs/internals/trace.md 1).
 
 use super::Queue;
 use crate::trace::{Doing, Noticed, Span, TraceRing};

@@ -17,7 +17,7 @@ mod rig;
 
 use rig::{Plan, Rig};
 
-/// What a test does, or looks at, in the middle of a queue's work.
+/// Hooks for a test in the middle of a queue's work.
 struct Hooks {
     /// The queue has its copy of a slot and has looked at nothing of it.
     slot_was_read: Box<dyn FnMut() + Send>,
@@ -69,7 +69,7 @@ pub(crate) fn is_free(rsp_index: u32) {
     of_queue(|hooks| (hooks.is_free)(rsp_index));
 }
 
-/// What a slot becomes: other places and pages, another shape, more segments than there are, another
+/// The later contents of a slot: other places and pages, another shape, more segments than there are, another
 /// operation, none.
 fn lies(other: RawSegment) -> [Message; 6] {
     let segments = [other; 11];

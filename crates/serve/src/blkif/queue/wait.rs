@@ -1,5 +1,4 @@
-//! What a queue does without work: it polls for a while, then sleeps, and gives memory back when
-//! the sleep is long.
+//! A queue without work polls for a while, then sleeps, and gives memory back when the sleep is long.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -20,7 +20,7 @@ const INBOX_BYTES: usize = 64 << 10;
 /// How often one turn of the loop may read from the socket.
 const ROUNDS: usize = 16;
 
-/// What follows the request that was decoded last.
+/// The data behind the request that was decoded last.
 enum Payload {
     /// No data: a request comes next.
     None,

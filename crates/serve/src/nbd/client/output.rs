@@ -1,4 +1,4 @@
-//! Answers on their way to a client. What the client does not read waits here, without the disk.
+//! Answers on their way to a client. Answers that the client does not read wait here, without the disk.
 
 use std::collections::VecDeque;
 use std::io;

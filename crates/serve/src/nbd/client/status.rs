@@ -1,4 +1,4 @@
-//! Answers to BLOCK_STATUS: what a range is, in each of the client's contexts.
+//! Answers to BLOCK_STATUS: the state of a range, in each of the client's contexts.
 
 use ferrite_disk::{Allocation, SECTOR_BYTES};
 use ferrite_nbd::wire::{

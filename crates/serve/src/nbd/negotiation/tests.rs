@@ -29,7 +29,7 @@ fn all() -> Vec<u8> {
     .concat()
 }
 
-/// What is said, what is agreed upon, and what is left, if the bytes come in pieces of that length.
+/// The server's bytes, the outcome, and the rest of the input, if the bytes come in pieces of that length.
 fn negotiate(bytes: &[u8], piece: usize) -> (Vec<u8>, Next, Vec<u8>) {
     let (mut out, mut input, mut next) = (Vec::new(), Vec::new(), Next::More);
     let offer = offer();
@@ -94,7 +94,7 @@ fn a_relay_of_an_older_version_hears_of_nothing_that_it_may_not_understand() {
     assert_eq!(said(&ours), ((true, true), 0xded, Form::Extended));
 }
 
-/// What a client is told of contexts: their names and numbers.
+/// The contexts in the server's reply: their names and numbers.
 fn contexts(option_number: u32, queries: &[&[u8]]) -> (Vec<(String, u32)>, Contexts) {
     let mut data = [&0u32.to_be_bytes()[..], &(queries.len() as u32).to_be_bytes()].concat();
     for query in queries {

@@ -1,7 +1,7 @@
 //! A client's requests without a reply. They are sent again when a link ends.
 //!
 //! So a request may be carried out twice. All of them may: reads and queries change nothing, and a
-//! change of a range leaves the same bytes there, however often it is made. What makes that safe:
+//! change of a range leaves the same bytes there, however often it is made. The reasons why that is safe:
 //!
 //! 1. A reply is passed on when it is complete, and its request is not sent again. So no request
 //!    with a reply is repeated later, and newer data are not overwritten by it.

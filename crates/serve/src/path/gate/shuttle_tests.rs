@@ -91,7 +91,7 @@ impl Bell {
     }
 }
 
-/// Works once, as a queue does: what cannot be taken now waits until it is woken.
+/// Works once, as a queue does: it waits until it is woken if it cannot take work now.
 fn work(gate: &Gate, bells: &[Bell], me: usize, working: &AtomicU32) {
     while !gate.enter(me) {
         gate.leave(me, false)

@@ -1,4 +1,4 @@
-//! What one path may take without a look at the shared buckets.
+//! The tokens that one path may take without a look at the shared buckets.
 //!
 //! A look at a bucket is a division and an atomic change. So a path takes tokens for some requests ahead, counts them
 //! down, and gives back at the end of its turn those that are left. Meanwhile other paths do not find them, so all paths
@@ -31,7 +31,7 @@ impl Tokens {
     }
 }
 
-/// What a path has taken ahead.
+/// The tokens that a path has taken ahead.
 #[derive(Default)]
 pub(in crate::path) struct Allowance {
     reads: Tokens,

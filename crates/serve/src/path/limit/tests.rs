@@ -147,7 +147,7 @@ fn directions_have_limits_of_their_own_and_flushes_have_none() {
     take(&writes, &work(Action::Flush), START_NS);
     assert_eq!(writes.begins_at(Counted::Write, START_NS), Some(at_ns));
     assert_eq!(writes.begins_at(Counted::Read, START_NS), None);
-    // What moves no bytes needs none.
+    // A request that moves no bytes needs none.
     let bytes = limiter(Limits { bytes: rate(1 << 20), ..Limits::default() });
     for action in [Action::Discard, Action::Zero, Action::Flush, Action::Status] {
         take(&bytes, &work(action), START_NS);

@@ -1,4 +1,4 @@
-//! What a queue does without work: it polls for a while, then asks for a kick and sleeps.
+//! A queue without work polls for a while, then asks for a kick and sleeps.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -51,7 +51,7 @@ impl Queue {
         let now_ns = self.clock.now_ns();
         let stopping = self.shared.stopping();
         if self.broken || self.blocked || stopping || self.path.is_held_back() {
-            // Whatever holds the queue back wakes it, and a kick would only disturb.
+            // The end of the hold wakes the queue, and a kick would only disturb.
             return Ok(Wait::Until(self.path.throttled_for(now_ns)));
         }
         if let Some(left) = self.path.throttled_for(now_ns) {
@@ -69,7 +69,7 @@ impl Queue {
         {
             return Ok(Wait::Until(Some(Duration::from_nanos(left_ns))));
         }
-        // What is wrong with the ring is found again, and reported, by the next turn.
+        // The next turn finds an error of the ring again, and reports it.
         if self.ring.listen().unwrap_or(true) {
             return Ok(Wait::No);
         }

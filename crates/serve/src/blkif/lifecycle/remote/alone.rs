@@ -1,4 +1,4 @@
-//! What a worker does by itself when it starts and no daemon runs.
+//! The steps of a worker by itself when it starts and no daemon runs.
 
 use super::super::ahead::HELD;
 use super::super::config::Ahead;

@@ -33,7 +33,7 @@ pub struct Opening {
     pub kind: OpeningKind,
 }
 
-/// What an image is opened for.
+/// The purpose of opening an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpeningKind {
     /// Its guest is to be served, and it waits for a predecessor's last operations.

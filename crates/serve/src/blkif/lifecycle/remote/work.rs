@@ -191,7 +191,7 @@ struct Second<'a> {
     listens: bool,
 }
 
-/// What `select` has found to do, for each line.
+/// The work that `select` has found, for each line.
 #[derive(Clone, Copy)]
 struct Ready {
     requests: [bool; 2],
@@ -243,7 +243,7 @@ impl<'a> WorkerProcess<'a> {
             let listens = workers[i].filter(|(_, listens)| *listens);
             listens.and_then(|(worker, _)| worker.growth_fd())
         };
-        // What is not waited for is replaced by the first line: an order on that is no growth.
+        // The first line replaces a descriptor that is not waited for: an order on that is no growth.
         let growth_or_first = |i: usize| growth(i).unwrap_or(first);
         // Clients wait in the channel until the disk can be served.
         let takes = self.serves_others() || self.opens_for_others();
