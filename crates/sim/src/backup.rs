@@ -1,6 +1,6 @@
 //! Stories of backups of a disk that a guest writes to: the power is cut, or the process dies, at any step.
 //!
-//! What is run is `ImageTools::back_up_live`, all of it. The guest writes after each snapshot and before each map is
+//! The stories run all of `ImageTools::back_up_live`. The guest writes after each snapshot and before each map is
 //! ended. Every backup that is complete, whatever was cut, has to be the disk as it was when its snapshot was made.
 //! So no change is lost between two backups. After each cut the disk has all that its guest has flushed.
 
@@ -22,7 +22,7 @@ const WRITES: u64 = 4;
 /// Steps of one backup, about: the world may stop in one of them.
 const STEPS: u64 = 900;
 
-/// What a story had.
+/// The events of a story, counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Told {
     /// Power cuts.
@@ -49,11 +49,11 @@ struct Story {
     image: ImageName,
     folder: PathBuf,
     bytes: u64,
-    /// What the guest's disk has for certain.
+    /// The content that the guest's disk has for certain.
     disk: RefCell<Vec<u8>>,
     /// Writes of the guest of which it is not known whether the disk has them: sector and data.
     doubtful: RefCell<Vec<(usize, Vec<u8>)>>,
-    /// What each complete backup has to have.
+    /// The content that each complete backup has to have.
     expected: BTreeMap<String, Vec<u8>>,
     /// How often a backup still reports its progress before it is interrupted.
     patience: Cell<u64>,
@@ -63,7 +63,7 @@ struct Story {
 /// Tells the story of this seed, of an image of this format.
 ///
 /// # Errors
-/// What a backup lacks.
+/// A backup lacks content.
 pub fn tell(kind: Kind, seed: u64) -> Result<Told, String> {
     let machine = Machine::new(seed).map_err(|e| e.to_string())?;
     let mut random = SplitMix64::new(seed ^ 0xBACC);
@@ -220,7 +220,7 @@ impl Story {
         ended.map_err(|e| format!("the simulator: {e}"))
     }
 
-    /// What the new complete backup has to have.
+    /// Adds the content that the new complete backup has to have.
     fn add(&mut self, frozen: Option<Vec<u8>>) -> Result<(), String> {
         let all = self.tools(|tools| tools.backups(&self.folder)).map_err(|e| e.to_string())?;
         if let Some(bad) = all.iter().find(|backup| backup.state == "damaged") {

@@ -2,7 +2,7 @@
 //!
 //! A backup is kept outside of the machine, and what is in it stays. It takes these steps, each of which may be cut:
 //! 1. The next map is begun.
-//! 2. What the last map names is copied. From here on the backup counts.
+//! 2. The blocks that the last map names are copied. From here on the backup counts.
 //! 3. The last map is ended.
 //!
 //! After each step of use the last map has to name all blocks that differ from the backup. After each backup the
@@ -35,7 +35,7 @@ enum End {
     PowerCut,
 }
 
-/// What a story had.
+/// The events of a story, counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Told {
     /// Power cuts.
@@ -69,7 +69,7 @@ struct Story {
 /// Tells the story of this seed, of an image of this format.
 ///
 /// # Errors
-/// What the map or the backup lacks.
+/// The map lacks blocks, or the backup lacks content.
 pub fn tell(kind: Kind, seed: u64) -> Result<Told, String> {
     let machine = Machine::new(seed).map_err(|e| e.to_string())?;
     let path = machine.place.image("disk");

@@ -32,7 +32,7 @@ enum End {
     PowerCut,
 }
 
-/// What a story had.
+/// The events of a story, counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Told {
     /// Power cuts.
@@ -63,7 +63,7 @@ struct Story {
 /// Tells the story of this seed, of two disks of these formats.
 ///
 /// # Errors
-/// What the maps lack.
+/// The maps lack blocks.
 pub fn tell(kinds: [Kind; 2], seed: u64) -> Result<Told, String> {
     let machine = Machine::new(seed).map_err(|e| e.to_string())?;
     let mut random = SplitMix64::new(seed ^ 0x3177);

@@ -134,8 +134,8 @@ impl Model {
         Model { now, sectors, history, open, ..Model::default() }
     }
 
-    /// The model of this disk with another size, when no request is in flight: what is behind a smaller one is gone, and
-    /// what a larger one adds is zeros.
+    /// The model of this disk with another size, when no request is in flight: sectors behind a smaller one are gone,
+    /// and sectors that a larger one adds are zeros.
     pub fn resized(&self, sectors: u64) -> Model {
         let history = self.history.range(..sectors);
         let history = history.map(|(sector, records)| (*sector, records.clone())).collect();

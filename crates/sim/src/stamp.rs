@@ -50,7 +50,7 @@ pub fn read(bytes: &[u8], seed: u64, sector: u64) -> Result<Value, String> {
         u64::from_le_bytes(word)
     };
     if word(0) != MAGIC {
-        return Err(format!("bytes that nobody wrote, beginning with {:02x?}", &bytes[..16]));
+        return Err(format!("bytes that no request wrote, beginning with {:02x?}", &bytes[..16]));
     }
     let mut expected = [0; SECTOR];
     write(&mut expected, seed, word(1), word(2));
@@ -85,6 +85,6 @@ mod tests {
         bytes[511] ^= 1;
         assert!(read(&bytes, 1, 5).unwrap_err().contains("torn"));
         bytes[0] = 0;
-        assert!(read(&bytes, 1, 5).unwrap_err().contains("nobody"));
+        assert!(read(&bytes, 1, 5).unwrap_err().contains("no request"));
     }
 }

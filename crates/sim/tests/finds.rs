@@ -93,7 +93,7 @@ impl Disk for DeafDisk {
     }
 }
 
-/// What a toy image does wrong.
+/// The mistake of a toy image.
 #[derive(Clone, Copy, PartialEq)]
 enum Order {
     /// Nothing: data, sync, map, sync, and an answer only then.

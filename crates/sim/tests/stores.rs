@@ -84,8 +84,8 @@ fn a_medium_that_lies_to_a_store_is_found() {
             find(Lie::Sync { of: 2, which }, known, 200);
         }
         find(Lie::Write { per_mille: 20 }, 0, 50);
-        // What goes to the first home of the superblock is written ahead of what it leads to: a moment that
-        // few stories end in, and of those mostly such as do everything.
+        // The first home of the superblock is written ahead of the blocks that it leads to: a moment that few
+        // stories end in, and of those mostly such as do everything.
         find_lie(medium, Scenario::Mixed, &Lie::SyncBefore(0..8192), from(26, 400));
     }
 }

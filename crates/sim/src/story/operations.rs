@@ -71,7 +71,7 @@ impl<F: Format> Story<'_, F> {
         }
     }
 
-    /// What is done in a pause of a running disk: a snapshot, or the last steps of a merge.
+    /// Makes a change in a pause of a running disk: a snapshot, or the last steps of a merge.
     pub(super) fn change_in_pause(
         &mut self,
         forced: Option<Cut>,
