@@ -1,8 +1,8 @@
 //! One file of a simulated world.
 //!
-//! The real file (sparse, on a tmpfs) has what a process would read now: the page cache. The states to which a power
-//! cut may revert are kept here: for each sector that no sync has made durable, all its contents since, and the list of
-//! changes of the file's size and allocation.
+//! The real file (sparse, on a tmpfs) has the bytes that a process would read now: the page cache. The states to which
+//! a power cut may revert are kept here: for each sector that no sync has made durable, all its contents since, and the
+//! list of changes of the file's size and allocation.
 
 use std::collections::BTreeMap;
 use std::fs::File;
