@@ -62,7 +62,8 @@ impl Ballast {
         if held.bytes == 0 {
             return false;
         }
-        // No hole: ext4 makes none behind the end. What is not for now is taken again before others look for space.
+        // No hole: ext4 makes none behind the end. The rest of the ballast is taken again before other files get the
+        // space.
         let is_cut = port.io.set_len(port.files[0], held.end).await.is_ok();
         if is_cut {
             let rest = held.bytes.saturating_sub(held.all_bytes / PARTS);
@@ -80,7 +81,7 @@ impl Ballast {
         let _alone = self.changing.lock(&port.io).await?;
         port.io.set_len(port.files[0], end).await?;
         let Some(Amount { all_bytes, .. }) = *self.amount() else { return Ok(()) };
-        // From here on nobody cuts the file off at its old end.
+        // From here on no `spend` cuts the file off at its old end.
         *self.amount() = Some(Amount { end, all_bytes, bytes: 0 });
         let bytes = allocate(port, end, all_bytes).await;
         self.has(bytes);

@@ -318,7 +318,7 @@ pub async fn write(
     done
 }
 
-/// Steps 2 to 6, or what is left of them.
+/// Steps 2 to 6, or the rest of them.
 async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Result<()> {
     let Some(is_synced) = lock(core).under_way.as_ref().map(|under_way| under_way.is_synced) else {
         return Ok(());
@@ -346,7 +346,7 @@ async fn write_pages(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Re
         if refused.is_empty() {
             break;
         }
-        // What leads to a page that was moved is made again: so all is.
+        // The pages that lead to a moved page change, so all are made again.
         if !lock(core).move_pages(&refused) {
             return refused.into_values().next().map_or(Ok(()), Err);
         }

@@ -1,4 +1,4 @@
-//! What is in a block, and its name: a hash with the key of a domain (store.md 1 and 10).
+//! The content of a block, and its name: a hash with the key of a domain (store.md 1 and 10).
 
 use std::fmt;
 
@@ -88,7 +88,7 @@ mod tests {
         let key = b"whats the Elvish word for friend";
         let name = blake3::keyed_hash(key, &[]);
         assert!(name.to_hex().starts_with("92b2b75604ed3c761f9d6f62392c8a92"));
-        // What is on media must not change with a version of the crate.
+        // Hashes on media must not change with a version of the crate.
         assert_eq!(DomainKey(*key).hash(&block(0)).0[..4], [194, 143, 94, 144]);
     }
 

@@ -121,7 +121,7 @@ mod tests {
         free.open(2, [520, 530].into_iter());
         assert_eq!((free.give(), free.give(), free.give()), (Some(520), Some(530), None));
         free.open(2, [520].into_iter());
-        assert_eq!(free.give(), None, "somebody may have it");
+        assert_eq!(free.give(), None, "a writer may have it");
         assert_eq!(free.next_page(), Some(0));
         free.close(0);
         assert_eq!(free.next_page(), None);

@@ -14,11 +14,11 @@ use super::content::ContentHash;
 const WORDS: usize = 8;
 const NUMBER_BITS: u32 = 40;
 
-/// What buckets are made of, so that a scheduler that tries interleavings can stand in for the processor.
+/// A word of a bucket. It is a trait so that a scheduler that tries interleavings can stand in for the processor.
 pub trait Word {
     /// Nothing.
     fn empty() -> Self;
-    /// What is in it.
+    /// Its value.
     fn load(&self) -> u64;
     /// Puts something into it.
     fn store(&self, value: u64);
@@ -56,7 +56,7 @@ impl Index {
 struct Spot<'a, W> {
     /// One bucket, or two.
     buckets: [Option<&'a Bucket<W>>; 2],
-    /// What is in a word for it besides the number.
+    /// The part of a word for it besides the number.
     tag: u64,
     /// Which word of the first bucket it may take.
     victim: usize,

@@ -23,7 +23,7 @@ pub type VolumeId = u32;
 /// Content that the store had not, and the block that has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewContent {
-    /// Whose block.
+    /// The volume of the block.
     pub volume: VolumeId,
     /// Which block of it.
     pub block: u64,
@@ -46,7 +46,7 @@ pub enum Record {
     New(NewContent),
     /// So many blocks in a row have contents that the store had, with numbers in a row.
     Same {
-        /// Whose blocks.
+        /// The volume of the blocks.
         volume: VolumeId,
         /// The first block.
         block: u64,
@@ -57,7 +57,7 @@ pub enum Record {
     },
     /// So many blocks read as zeros.
     Zeros {
-        /// Whose blocks.
+        /// The volume of the blocks.
         volume: VolumeId,
         /// The first.
         block: u64,
@@ -303,7 +303,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// What is in these bytes. None: nothing that the store has written whole, or nothing at all.
+    /// The block in these bytes. None: the store has written no whole block there.
     ///
     /// # Errors
     /// It was written whole, and its records mean nothing.
@@ -329,7 +329,7 @@ impl Block {
     }
 }
 
-/// What a look at the whole journal has found, block by block.
+/// The findings of a scan of the whole journal, block by block.
 #[derive(Debug)]
 pub struct Scan {
     /// The numbers that a block of it can have.

@@ -1,4 +1,4 @@
-//! What is where in a store (store.md 2).
+//! The places of a store's parts (store.md 2).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -39,9 +39,9 @@ pub struct Layout {
     pub segment_blocks: u64,
     /// Segments, an even number: they are used in pairs.
     pub segments: u64,
-    /// What `blocks` was when the store was made. Bands begin behind them.
+    /// The value of `blocks` when the store was made. Bands begin behind them.
     pub first_blocks: u64,
-    /// What `segments` was when the store was made.
+    /// The value of `segments` when the store was made.
     pub first_segments: u64,
 }
 
@@ -307,7 +307,7 @@ impl LayoutInUse {
         LayoutInUse { first: *layout, blocks, segments }
     }
 
-    /// As it is now. What a task finds in memory is in a store of this layout.
+    /// As it is now. All places that a task finds in memory are in a store of this layout.
     #[inline]
     pub fn now(&self) -> Layout {
         let segments = self.segments.load(Ordering::Acquire);

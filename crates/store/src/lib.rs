@@ -1,11 +1,11 @@
-//! A store of volumes that holds equal blocks once: what it is made of, from the medium up. The contract
+//! A store of volumes that holds equal blocks once: its parts, from the medium up. The contract
 //! is `docs/internals/store.md`, whose words are used here.
 //!
-//! * [`content`]: what is in a block, and its name.
-//! * [`layout`]: what is where in a store of a given size.
+//! * [`content`]: the content of a block, and its name.
+//! * [`layout`]: the places of the parts of a store of a given size.
 //! * [`superblock`]: the beginning of everything, and which of four pages it is.
 //! * [`packing`]: groups of blocks that are compressed.
-//! * [`page`]: pointers to pages, and what leaves have in them.
+//! * [`page`]: pointers to pages, and the entries of leaves.
 //! * [`pages`]: pages of trees in memory, and which a checkpoint has to write.
 //! * [`tree`]: trees of pages, copied on write by generation.
 //! * [`free_numbers`]: which numbers of contents can be given.
@@ -15,7 +15,7 @@
 //! * [`medium`]: the file or device, its blocks and syncs.
 //! * [`ballast`]: space for its own work on a file system that is full.
 //! * [`background`]: the thread of a store in service that does its background work.
-//! * [`check`]: the check of a store, and what its space is for.
+//! * [`check`]: the check of a store, and the use of its space.
 //! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
 //! * [`name`]: names of stores and volumes.
 //! * [`opening`]: makes stores and opens them.

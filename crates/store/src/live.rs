@@ -306,7 +306,7 @@ impl Live {
     }
 
     /// Has the store grow to so many bytes, durably. `file_bytes`: the length that its file has, which becomes longer if that
-    /// is too short. `None`: it is on a device, which is long enough. What was there is where it was.
+    /// is too short. `None`: it is on a device, which is long enough. Existing contents stay in their places.
     ///
     /// # Errors
     /// A [`NoGrowth`](crate::layout::NoGrowth) (of kind `InvalidInput`), or the kernel's before anything has changed: the

@@ -40,7 +40,7 @@ impl StoreName {
         if path.is_empty() {
             return refused("it names no file");
         }
-        // What is shown, logged or kept as a line has to be one.
+        // A name that is shown, logged or kept as a line has to be one line.
         if text.to_string_lossy().contains(char::is_control) {
             return refused("its name has control characters");
         }

@@ -9,7 +9,7 @@ pub const SYNC_AFTER: u64 = 1 << 16;
 /// place that storage cannot read may have (store.md 4). It is more than can be under way at once.
 pub const AHEAD: u64 = 64;
 
-/// What a sync that succeeds makes durable.
+/// The blocks that a successful sync makes durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "pass it to `synced` when the sync has succeeded"]
 pub struct Before {
@@ -129,7 +129,7 @@ impl Numbers {
         self.new_data += blocks;
     }
 
-    /// What is durable if a sync succeeds that begins now. Failed blocks are never part of it.
+    /// The blocks that are durable if a sync that begins now succeeds. Failed blocks are never part of it.
     pub fn before_sync(&self) -> Before {
         let first = [self.under_way.first(), self.failed.first()].into_iter().flatten().min();
         let below = first.copied().unwrap_or(self.next);

@@ -30,7 +30,7 @@ fn cut_off(end: u64, blocks: u64) -> io::Error {
     unusable(Unusable::CutOff { store_bytes, bytes })
 }
 
-/// Makes an empty store on a file or device. What it had is lost.
+/// Makes an empty store on a file or device. Its old content is lost.
 ///
 /// # Errors
 /// The kernel's. There is no store then, or all of it.
@@ -205,7 +205,7 @@ fn ballast_for(slots: usize) -> u64 {
     (4 * slots * BLOCK_BYTES) as u64
 }
 
-/// What a store keeps for itself that is opened with so much memory: pages of one checkpoint, and bytes of ballast.
+/// The reserve of a store that is opened with so much memory: pages of one checkpoint, and bytes of ballast.
 pub fn kept(layout: &Layout, metadata_memory: usize) -> (u64, u64) {
     let slots = pages_for(layout, metadata_memory).count();
     (slots as u64, ballast_for(slots).min(MOST_BYTES))

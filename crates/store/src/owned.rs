@@ -244,7 +244,7 @@ impl StoreHandle {
         &self.store
     }
 
-    /// Ends the use of what was closed. Others may open the store if that was its last.
+    /// Ends the use of closed volumes. Other processes may open the store if that was its last use.
     pub fn leave(self) {
         let store = self.store.clone();
         drop(self);

@@ -1,7 +1,7 @@
 //! Compressed groups: up to 16 blocks in fewer places (store.md 2).
 //!
 //! A group begins with the bytes of what is packed (4), and how many blocks it is (1), and zeros (3). Zeros follow
-//! up to the end of its last place. What comes out of it is never more than the blocks that it says.
+//! up to the end of its last place. Unpacking it never gives more than the blocks that it says.
 
 use std::io::Read;
 
@@ -19,7 +19,7 @@ fn damaged() -> Damaged {
     Damaged("a compressed group is not what it has to be")
 }
 
-/// Blocks as a group of whole places. None: it would save none. What it gives was unpacked, and compared.
+/// Blocks as a group of whole places. None: it would save none. The result was unpacked, and compared.
 pub fn pack(packing: Packing, blocks: &[u8]) -> Option<Vec<u8>> {
     let count = blocks.len() / BLOCK_BYTES;
     let packed = match packing {

@@ -51,7 +51,7 @@ pub struct PageId {
     pub index: u64,
 }
 
-/// What there is of a page.
+/// The state of a page, with its versions.
 #[derive(Debug)]
 enum State<T> {
     /// The medium has it.
@@ -153,7 +153,7 @@ impl Pages {
         }
     }
 
-    /// What readers see of the leaves.
+    /// The slots, by which readers see the leaves.
     pub fn slots(&self) -> &Arc<Slots> {
         self.writer.slots()
     }
@@ -201,8 +201,8 @@ impl Pages {
         self.unclean_slots >= self.writer.count() / part
     }
 
-    /// Pages that a checkpoint would write of what is not clean, and of what was promised: a leaf, and one that
-    /// leads to it.
+    /// The number of pages that a checkpoint would write: unclean ones, and promised ones, which are a leaf and one
+    /// that leads to it.
     pub fn owed_pages(&self) -> usize {
         self.unclean.len() + self.promised
     }
@@ -451,8 +451,8 @@ impl Pages {
         }
     }
 
-    /// The checkpoint is on the medium, with these pages. What was changed meanwhile is in another place
-    /// the next time.
+    /// The checkpoint is on the medium, with these pages. The next checkpoint writes pages that were changed meanwhile
+    /// to other places.
     pub fn thaw(&mut self, written: &BTreeMap<PageId, Pointer>) {
         for (id, pointer) in written {
             let was_changed = if let Some(held) = self.leaves.remove(id) {
@@ -506,7 +506,7 @@ fn freeze<T>(state: State<T>) -> State<T> {
     }
 }
 
-/// What a frozen page is now, and what is left of it as it was.
+/// The new state of a frozen page, and its frozen version if it was changed since.
 fn thaw<T>(state: State<T>) -> (State<T>, Option<T>) {
     match state {
         State::Frozen(now) => (State::Clean(now), None),

@@ -10,7 +10,7 @@ struct Running<F: Future> {
     done: Option<F::Output>,
 }
 
-/// All of them, until the last has ended. What they give is in their order.
+/// Runs all of them, until the last has ended. The results are in their order.
 pub(super) async fn all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
     let running = |future| Running { future: Box::pin(future), done: None };
     let mut all: Vec<Running<F>> = futures.map(running).collect();

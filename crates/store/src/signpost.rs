@@ -8,7 +8,7 @@ use super::{BLOCK_BYTES, Damaged, StoreId};
 const MAGIC: &[u8; 8] = b"FERSTEND";
 const CHECKSUM_AT: usize = BLOCK_BYTES - 4;
 
-/// As it is on the medium. `first_blocks`: what the store had when it was made, at whose end the second home is.
+/// As it is on the medium. `first_blocks`: the blocks of the store when it was made, at whose end the second home is.
 pub(crate) fn encode(id: &StoreId, first_blocks: u64) -> Vec<u8> {
     let mut to = Writer::default();
     to.bytes(MAGIC).bytes(id).number(first_blocks, 8);

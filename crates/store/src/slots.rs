@@ -28,7 +28,7 @@ pub const SLOT_BYTES: usize = BLOCK_BYTES + 64 + HINTS / 4 * 8;
 /// How often a reader tries again when a leaf is just being changed.
 const TRIES: usize = 8;
 
-/// What a view is of is in its highest bits: a volume, P2M, hashes.
+/// The highest bits of a view say its kind: a volume, P2M, hashes.
 const KIND: [NonZeroU64; 3] = [
     NonZeroU64::new(1 << 63).unwrap(),
     NonZeroU64::new(1 << 62).unwrap(),
@@ -64,9 +64,9 @@ impl View {
     }
 }
 
-/// [`Word`]s with an order: what a scheduler that tries interleavings does not need.
+/// [`Word`]s with an order, which a scheduler that tries interleavings does not need.
 pub trait Ordered: Word {
-    /// What is loaded after this is not older.
+    /// Loads after this one are not older.
     fn load_first(&self) -> u64;
     /// A thread that has loaded this value sees all earlier stores of the thread that stored it.
     fn store_last(&self, value: u64);
@@ -94,7 +94,7 @@ impl Ordered for AtomicU64 {
     }
 }
 
-/// What a reader looks at before the words is in one cache line.
+/// The fields that a reader looks at before the words are in one cache line.
 #[repr(align(64))]
 struct Slot<W> {
     /// Odd: it is being changed.
@@ -106,7 +106,7 @@ struct Slot<W> {
     words: Box<[W; WORDS]>,
 }
 
-/// What became of a look at one slot.
+/// The result of a look at one slot.
 enum Look<T> {
     Found(T),
     Other,
@@ -151,7 +151,7 @@ impl<W: Ordered> Slot<W> {
 #[repr(align(64))]
 struct Bucket<W>([W; HINTS]);
 
-/// What readers see of slots; see the module text.
+/// The readers' side of the slots; see the module text.
 pub struct Slots<W = AtomicU64> {
     slots: Box<[Slot<W>]>,
     /// Where views are: see [`hint`].
@@ -190,7 +190,7 @@ impl<W: Ordered> Slots<W> {
         self.find(view, |words| std::array::from_fn(|i| words[at + i].load()))
     }
 
-    /// The same, as many words as `to` has. `false`: a miss, and what `to` has is of no use.
+    /// The same, as many words as `to` has. `false`: a miss, and the content of `to` is of no use.
     ///
     /// # Panics
     /// If the page ends before.
@@ -225,7 +225,7 @@ impl<W: Ordered> Slots<W> {
     }
 }
 
-/// A slot that has an owner: what its owner puts into it stays until it is [freed](Writer::free).
+/// A slot that has an owner: its content stays until the owner has it [freed](Writer::free).
 #[derive(Debug, PartialEq, Eq)]
 pub struct SlotNumber(u32);
 
@@ -476,8 +476,8 @@ mod tests {
         fn fence_stores() {}
     }
 
-    /// A slot is changed, given to another leaf and back, while a thread reads. What it reads is of its leaf, and of one
-    /// time.
+    /// A slot is changed, given to another leaf and back, while a thread reads. The words that it reads are of its
+    /// leaf, and of one time.
     #[test]
     fn whoever_reads_while_a_slot_changes_gets_words_of_that_leaf_and_of_one_time() {
         let story = || {

@@ -8,7 +8,7 @@ use super::layout::Layout;
 use super::page::{POINTER_BYTES, Packing, Pointer};
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
-/// What this program reads and writes.
+/// The version that this program reads and writes.
 pub const VERSION: u32 = 1;
 const CHECKSUM_AT: usize = BLOCK_BYTES - 4;
 /// A feature: the store has grown, and says how large it was at first.
@@ -35,7 +35,7 @@ pub struct Roots {
 pub struct Superblock {
     /// The store's.
     pub id: StoreId,
-    /// What is where.
+    /// The places of the store's parts.
     pub layout: Layout,
     /// The checkpoint that this is of.
     pub checkpoint: u64,
@@ -45,7 +45,7 @@ pub struct Superblock {
     pub generation: u64,
     /// All numbers that were ever given are lower.
     pub numbers_end: u64,
-    /// What it leads to.
+    /// The roots that it leads to.
     pub roots: Roots,
     /// How new groups are compressed.
     pub packing: Option<Packing>,
@@ -71,7 +71,7 @@ pub enum Unusable {
         /// Those unknown.
         bits: u64,
     },
-    /// What it is in was cut off.
+    /// The file or device was cut off.
     #[error(
         "the store is longer than what it is in: it has {store_bytes} bytes, and that has {bytes}. It was cut off, and may \
          be whole again when it is as long as before (truncate -s {store_bytes})"
@@ -168,7 +168,7 @@ impl Superblock {
         let (replay_from, generation, numbers_end) = (from.u64()?, from.u64()?, from.u64()?);
         let is_here = place == layout.superblock(home, checkpoint) && odd == (checkpoint % 2 == 1);
         let within = generation < MAX_GENERATION && numbers_end <= layout.places();
-        // What counts for ever ends for ever, too: not in the life of any medium.
+        // Counters that only grow end somewhere, too: not in the life of any medium.
         if !is_here || !within || checkpoint.max(replay_from) >= u64::MAX / 2 {
             return Err(Damaged("the numbers in the superblock are no store's").into());
         }
@@ -214,7 +214,7 @@ pub type Pages = [[Result<Superblock, Unusable>; 2]; 2];
 /// # Errors
 /// What is wrong with the pages.
 pub fn choose(pages: &Pages) -> Result<Superblock, Unusable> {
-    // Of what a program cannot know it says that, and of no store, whatever else is wrong.
+    // An unknown version or feature comes first, and then a medium without a store, whatever else is wrong.
     let all = || pages.iter().flatten();
     if let Some(later) = all().find_map(|page| match page {
         Err(e @ (Unusable::Version { .. } | Unusable::Features { .. })) => Some(*e),

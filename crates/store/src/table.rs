@@ -23,7 +23,7 @@ const LINKS: u32 = (BLOCK_BYTES / POINTER_BYTES) as u32;
 /// The level of the root.
 const ROOT: u8 = 2;
 
-/// What a table has.
+/// An entry of a table.
 pub trait Entry: Clone {
     /// Of one on the medium.
     const BYTES: usize;
@@ -53,11 +53,11 @@ pub struct Volume {
     pub generation: u64,
     /// Whether it is read-only.
     pub is_snapshot: bool,
-    /// What it was made from.
+    /// The volume that it was made from.
     pub origin: Option<VolumeId>,
-    /// When it was made, in seconds of Unix time. `None`: by a program that noted none, or nobody knows.
+    /// When it was made, in seconds of Unix time. `None`: by a program that noted no time, or the time is unknown.
     pub created_unix_s: Option<u64>,
-    /// What it has.
+    /// The tree of its blocks.
     pub tree: Tree,
 }
 
@@ -103,9 +103,9 @@ impl Entry for Volume {
 /// Volumes that share content with each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Domain {
-    /// What it is called.
+    /// Its name.
     pub name: Name,
-    /// What their contents are named by.
+    /// The key that names its contents.
     pub key: DomainKey,
 }
 
@@ -139,7 +139,7 @@ pub struct Table<E> {
     changed: BTreeSet<u32>,
 }
 
-/// What a checkpoint has of a table.
+/// The version of a table for a checkpoint.
 #[derive(Clone, Debug)]
 pub struct FrozenTable<E> {
     entries: BTreeMap<u32, E>,
@@ -191,7 +191,7 @@ impl<E: Entry> Table<E> {
         self.pages.values().map(|pointer| pointer.place)
     }
 
-    /// What is known now of all entries, which changes nothing that the medium has to have.
+    /// Notes newly known facts in all entries, without a change that the medium has to have.
     pub fn settle(&mut self, settle: impl FnMut(&mut E)) {
         self.entries.values_mut().for_each(settle);
     }
@@ -310,7 +310,7 @@ impl<E: Entry> FrozenTable<E> {
         Ok((place, page))
     }
 
-    /// What leads to the table.
+    /// The pointer that leads to the table.
     pub fn root(&self) -> Option<Pointer> {
         let root = (ROOT, 0);
         self.written.get(&root).or_else(|| self.before.get(&root)).copied()

@@ -27,7 +27,7 @@ const LINK_BITS: u32 = LINKS.ilog2();
 /// Where a pointer has the generation.
 const BORN_AT: usize = 9;
 
-/// What leads to a page.
+/// A link that leads to a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     /// There is no page: all of it is zeros.
@@ -149,7 +149,7 @@ pub struct Tree {
     kind: Kind,
     /// Levels of inner pages.
     depth: u8,
-    /// What leads to it.
+    /// The link that leads to it.
     pub root: Link,
 }
 
@@ -336,7 +336,7 @@ impl Tree {
         self.reach(pages, generation, Tree::of_volume(blocks, Link::Nothing));
     }
 
-    /// Makes it as deep as another tree, which is as deep or deeper. What is new of it reads as zeros. Of `generation` no
+    /// Makes it as deep as another tree, which is as deep or deeper. Its new part reads as zeros. Of `generation` no
     /// page was born in the new levels.
     pub fn reach(&mut self, pages: &mut Pages, generation: u64, deeper: Tree) {
         let depth = deeper.depth;
@@ -352,8 +352,8 @@ impl Tree {
         self.depth = depth;
     }
 
-    /// Makes it the tree of a volume that has shrunk to so many blocks. What is behind its new end is in no page of it any
-    /// more, so that it reads as zeros if the volume grows again. All on the way to the last leaf that is left is
+    /// Makes it the tree of a volume that has shrunk to so many blocks. No page of it has blocks behind its new end any
+    /// more, so that they read as zeros if the volume grows again. All on the way to the last leaf that is left is
     /// [pinned](Self::pin), a slot for it was promised, and no page was ever born in `generation`. Places of pages that
     /// only this tree had are the next pass's.
     pub fn cut(&mut self, pages: &mut Pages, generation: u64, blocks: u64) {

@@ -20,7 +20,7 @@ struct Run {
     contents: Vec<(u64, u32)>,
 }
 
-/// What there is to read of a content.
+/// The data to read of a content.
 enum ToRead {
     /// A place, and the checksum of what is in it.
     Plain(u64, u32),
@@ -97,7 +97,7 @@ impl Check<'_> {
         self.groups.set(segment * self.layout.segment_blocks + at)
     }
 
-    /// What an entry says. Gives what has to be read.
+    /// Examines an entry. Gives the data that have to be read.
     fn entry(&mut self, number: u64, entry: &[u8; 16]) -> Option<ToRead> {
         let found = match Whereabouts::decode(entry, number, &self.layout) {
             Ok(Whereabouts::Nowhere) => return None,

@@ -1,4 +1,4 @@
-//! What is wrong with a store: counted by class, and listed, the worst first.
+//! The errors of a store: counted by class, and listed, the worst first.
 
 use ferrite_disk_base::{Class, Counts};
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Findings that are listed; the rest is counted.
 const MAX_LISTED: usize = 1000;
 
-/// What is not as it has to be. Sizes and offsets are bytes.
+/// An error of the store. Sizes and offsets are bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreFinding {
     /// The part of the store: superblock, journal, space, page, number, content or hash.
@@ -17,7 +17,7 @@ pub struct StoreFinding {
     pub class: Class,
     /// Where in the store's file, if it is in one place.
     pub place_bytes: Option<u64>,
-    /// Whose: the name of a volume or snapshot.
+    /// The name of the volume or snapshot.
     pub volume: Option<String>,
     /// Where it is in that.
     pub offset_bytes: Option<u64>,
@@ -28,7 +28,7 @@ pub struct StoreFinding {
 }
 
 impl StoreFinding {
-    /// What a store does not read, or not for long.
+    /// Data that a store does not read, or not for long.
     pub fn damage(kind: &str, why: impl Into<String>) -> StoreFinding {
         let (kind, why, class) = (kind.into(), why.into(), Class::Damage);
         let (volume, place_bytes, mendable) = (None, None, false);
@@ -36,7 +36,7 @@ impl StoreFinding {
         StoreFinding { kind, why, class, place_bytes, volume, offset_bytes, length_bytes, mendable }
     }
 
-    /// What costs nothing but a second copy, or space.
+    /// An error that costs nothing but a second copy, or space.
     pub fn harmless(kind: &str, why: impl Into<String>) -> StoreFinding {
         StoreFinding { class: Class::Harmless, ..StoreFinding::damage(kind, why) }
     }

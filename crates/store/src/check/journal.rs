@@ -1,4 +1,4 @@
-//! The journal, as far as no checkpoint has it: what is durable by its own word has to be there.
+//! The journal, as far as no checkpoint has it: blocks that it says are durable have to be there.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,7 +10,7 @@ use crate::medium::MAX_BLOCKS;
 use crate::space::Kind;
 use crate::{BLOCK_BYTES, Damaged};
 
-/// What records before this one have made.
+/// The volumes' names and the domains' keys from records before this one.
 #[derive(Default)]
 struct Names {
     volumes: BTreeMap<VolumeId, String>,

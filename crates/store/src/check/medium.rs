@@ -1,4 +1,4 @@
-//! What a check reads of the medium: superblocks, space pages, and pages of trees with their copies.
+//! The parts of the medium that a check reads: superblocks, space pages, and pages of trees with their copies.
 
 use std::io;
 
@@ -23,7 +23,7 @@ pub(super) struct Step {
 }
 
 impl Check<'_> {
-    /// All four pages. What counts is known already.
+    /// All four pages. The page that counts is known already.
     pub(super) async fn superblocks(&mut self) -> io::Result<()> {
         let layout = self.layout;
         let mut pages = [[Err(Unusable::Foreign); 2]; 2];
@@ -177,7 +177,7 @@ impl Check<'_> {
         if self.pages.is_multiple_of(64) { self.progress() } else { Ok(()) }
     }
 
-    /// Where an inner page leads to. What leads nowhere is told.
+    /// The pages that an inner page leads to. A damaged pointer becomes a finding.
     pub(super) fn below(&mut self, step: &Step, page: &[u8], what: &str) -> Vec<Step> {
         let mut below = Vec::new();
         for (bytes, index) in page.as_chunks().0.iter().zip(step.index * LINKS..) {
@@ -222,7 +222,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Pages of volumes and domains: what they say was understood at the opening.
+    /// Pages of volumes and domains: the opening has parsed their entries.
     pub(super) async fn tables(&mut self) -> io::Result<()> {
         let Roots { volumes, domains, .. } = self.roots;
         for (what, root) in [("the volumes", volumes), ("the domains", domains)] {

@@ -1,4 +1,4 @@
-//! Whether all is in order in a store, and what its space is for (store.md 2, 5 and 13).
+//! The check of a store, and the use of its space (store.md 2, 5 and 13).
 //!
 //! The medium is read, as its last checkpoint has it, and little of what serves volumes is asked: both copies of a
 //! page, all that a pointer leads to, each place once. Content comes before volumes, so that findings of
@@ -40,37 +40,37 @@ pub struct How {
     pub deep: bool,
     /// Bytes of content a second, at most.
     pub rate: Option<u64>,
-    /// What is there twice, and damaged once, is written again where it is.
+    /// Blocks with one good and one damaged copy are written again in their place.
     pub mend: bool,
 }
 
-/// What a store's space is for. Sizes are bytes.
+/// The use of a store's space. Sizes are bytes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
     /// The sizes of all volumes and snapshots together.
     pub logical_bytes: u64,
-    /// Of those, what is not zeros.
+    /// The part of those that is not zeros.
     pub mapped_bytes: u64,
-    /// Of that, what differs.
+    /// The part of that without duplicates.
     pub distinct_bytes: u64,
-    /// What that takes.
+    /// The space that this content takes.
     pub stored_bytes: u64,
     /// How many times what is stored would be needed without the store.
     pub ratio: f64,
     /// Pages of trees and tables, with their copies.
     pub metadata_bytes: u64,
-    /// In use by nothing that a volume has: what `gc` frees.
+    /// The content that no volume has: `gc` frees it.
     pub garbage_bytes: u64,
     /// The free space for content.
     pub free_bytes: u64,
-    /// Of that, what guests can still fill with new content now. The file system below may have less.
+    /// The part of that which guests can still fill with new content now. The file system below may have less.
     #[serde(default)]
     pub available_bytes: u64,
-    /// Of the free space, what is kept for the store's own work.
+    /// The part of the free space that is kept for the store's own work.
     #[serde(default)]
     pub reserved_bytes: u64,
-    /// What has to have space on the file system below before guests' new content: what is in use, what is for metadata, and
-    /// the ballast.
+    /// The bytes that have to have space on the file system below before guests' new content: those in use, those for
+    /// metadata, and the ballast.
     #[serde(skip)]
     pub needed_bytes: u64,
     /// A line a volume, in the order of their names.
@@ -78,7 +78,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// What guests can fill, if so many pages are owed and are reserved for a checkpoint, and the ballast has so many bytes.
+    /// Sets the bytes that guests can fill, if so many pages are owed and are reserved for a checkpoint, and the
+    /// ballast has so many bytes.
     pub(super) fn set_room(
         &mut self,
         layout: &Layout,
@@ -92,33 +93,33 @@ impl Stats {
         self.needed_bytes = in_bytes(layout.beside_places() + space.needed()) + ballast;
     }
 
-    /// What guests can fill is no more than the file system has for it.
+    /// Guests can fill no more than the file system has room for.
     pub fn bound_by(&mut self, below: SpaceBelow) {
-        // What the file has taken and nothing is in is room, too.
+        // Unused space that the file has taken is room, too.
         let room = (below.free_bytes + below.taken_bytes).saturating_sub(self.needed_bytes);
         self.available_bytes = self.available_bytes.min(room);
     }
 }
 
-/// What a volume has.
+/// The sizes of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeStats {
-    /// What it is called.
+    /// Its name.
     pub name: String,
     /// Whether it is a snapshot, which is read-only.
     pub snapshot: bool,
     /// Its size.
     pub virtual_bytes: u64,
-    /// Of that, what is not zeros.
+    /// The part of that which is not zeros.
     pub mapped_bytes: u64,
 }
 
-/// What a check has found.
+/// The results of a check.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
-    /// What is not as it has to be.
+    /// The errors of the store.
     pub findings: Findings,
-    /// What the space is for; none: the store cannot be opened.
+    /// The use of the space; none: the store cannot be opened.
     pub stats: Option<Stats>,
     /// Content that was read.
     pub read_bytes: u64,
@@ -185,8 +186,7 @@ pub(super) struct Check<'a> {
 /// then, and ends the check by `false`.
 ///
 /// # Errors
-/// It is no store, or one of a later version (`InvalidData`); or the kernel's. What is damaged is in
-/// the outcome.
+/// It is no store, or one of a later version (`InvalidData`); or the kernel's. The outcome lists damage.
 pub async fn check(
     port: &Port,
     bytes: u64,
@@ -274,7 +274,7 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// What was found. What was written again is durable.
+    /// The outcome. Blocks that were written again are durable.
     ///
     /// # Errors
     /// As [`check`].
@@ -351,7 +351,7 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// What no volume has, and what that takes.
+    /// Counts the contents that no volume has, and their space.
     fn nobodys(&mut self) {
         let same = std::mem::take(&mut self.same);
         let mut duplicates = 0;

@@ -131,7 +131,7 @@ impl Store {
     }
 }
 
-/// Whose block a finding is about, and which.
+/// The volume of each finding, and its block.
 fn whose(outcome: &Outcome) -> Vec<(String, u64, u64)> {
     let listed = outcome.findings.listed.iter();
     let mut all: Vec<_> = listed
@@ -466,7 +466,7 @@ fn what_is_garbage_is_counted_and_after_two_passes_there_is_none() {
     reactor.block_on(using(0)).unwrap();
     let outcome = store.check(DEEP);
     assert_eq!(outcome.findings, Findings::default());
-    // What the disk had in the two blocks that were written anew is in blocks 604 and 605, too.
+    // The old content of the two blocks that were written anew is in blocks 604 and 605, too.
     let stats = outcome.stats.unwrap();
     assert_eq!((stats.distinct_bytes, stats.garbage_bytes), (27 * BLOCK, 0));
     let emptied = async {

@@ -17,7 +17,7 @@ struct Frame {
     is_bad: bool,
 }
 
-/// What is wrong with blocks in a row.
+/// The error of blocks in a row.
 struct BadRun {
     why: &'static str,
     from: u64,
@@ -88,7 +88,7 @@ impl Check<'_> {
         known
     }
 
-    /// A page: what is known of it, or what it leads to.
+    /// Enters a page: gives the known facts of it, or the pages that it leads to.
     async fn enter(&mut self, volume: &Volume, step: Step) -> io::Result<Result<Known, Frame>> {
         let pointer = step.pointer;
         let known = self.known.get(&pointer.place).copied();

@@ -29,7 +29,7 @@ const BLOCKS: u64 = 300 * 512;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
-/// What the first words of leaves are, by volume, and the volumes' generations.
+/// The first words of leaves, by volume, and the volumes' generations.
 type Model = BTreeMap<u32, (u64, BTreeMap<u64, u64>)>;
 
 /// A machine with a store.

@@ -75,7 +75,7 @@ proptest! {
         let bytes = filling.finish(&ID, number, synced);
         prop_assert_eq!(bytes.len(), BLOCK_BYTES);
         prop_assert_eq!(decode(&bytes), Ok(Some(Block { number, synced, records })));
-        // What did not fit would not have.
+        // A record that was refused would not have fitted.
         let used: usize = all[..count].iter().map(|r| r.encode().len()).sum();
         let next = all.get(count).map(|r| r.encode().len());
         prop_assert!(next.is_none_or(|next| HEADER_BYTES + used + next > BLOCK_BYTES));
@@ -188,7 +188,7 @@ fn what_cannot_be_read_is_in_doubt_where_an_answered_block_may_be() {
     }
 }
 
-/// What a journal without a checkpoint, cut at any point, brings back.
+/// The state that a journal without a checkpoint, cut at any point, brings back.
 #[derive(Default)]
 struct Medium {
     /// By place: the contents that are durable, as numbers that stand for hashes.
@@ -237,8 +237,8 @@ impl Medium {
     }
 }
 
-/// Three contents, each with a block of the journal, and a block that shares the first. All mixtures of what
-/// a cut may leave: what is read is what was written last and counts, and never what is not there.
+/// Three contents, each with a block of the journal, and a block that shares the first. All mixtures that a cut may
+/// leave: a read gives the last write that counts, and never missing data.
 #[test]
 fn a_record_counts_only_with_its_data_and_with_what_it_shares() {
     let shares = Record::Same { volume: 0, block: 9, number: 1, count: 1 };

@@ -14,7 +14,7 @@ use super::leaf::Leaf;
 use super::volumes::{VolumeError, Volumes};
 use crate::journal::{Name, VolumeId};
 
-/// What a volume gets.
+/// The change of a volume.
 #[derive(Clone, Debug)]
 pub(super) enum Alteration {
     /// Another name.

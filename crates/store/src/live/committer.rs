@@ -88,15 +88,15 @@ impl Committer {
     /// Makes a checkpoint of a change of volumes that no record of the journal says, so the medium has all of it or
     /// nothing (store.md 8). The order is:
     ///
-    /// 1. The checkpoint under way ends: it lacks the change, and what it has frozen stays as it is.
+    /// 1. The checkpoint under way ends: it lacks the change, and its frozen pages stay as they are.
     /// 2. No journal block is under way, and none gets a number. `change` changes memory, and memory is frozen. So all
-    ///    records of before are in this checkpoint, and none of them is replayed on what was changed.
-    /// 3. Other blocks go on. None of their records may be of what is changed: the caller sees to that.
+    ///    records of before are in this checkpoint, and none of them is replayed on a changed volume.
+    /// 3. Other blocks go on. None of their records may be of a volume that is changed: the caller sees to that.
     /// 4. The checkpoint is written (section 5, steps 2 to 7). The superblock makes the change count.
     ///
-    /// If 4 fails, memory has the change, and the medium may have it or not. Records of what is changed would be those of
-    /// another volume where it has not. So no journal block gets a number from then on before this checkpoint is on the
-    /// medium: whoever wants one tries it again.
+    /// If 4 fails, memory has the change, and the medium may have it or not. Records of the changed volume would be
+    /// those of another volume where it has not. So no journal block gets a number from then on before this checkpoint
+    /// is on the medium: the writer of the next journal block tries it again.
     ///
     /// # Errors
     /// As [`checkpoint`](Committer::checkpoint), or that of `change`: nothing has changed then.

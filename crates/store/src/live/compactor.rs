@@ -43,7 +43,7 @@ struct Round {
     moved_then: u64,
 }
 
-/// What the compactor does with contents that are read together.
+/// The compactor's decision for contents that are read together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Better {
     /// It leaves them in their places.
@@ -69,7 +69,7 @@ struct State {
     given_then: u64,
 }
 
-/// What compaction has done since the store was opened. Sizes are bytes.
+/// The statistics of compaction since the store was opened. Sizes are bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CompactionInfo {
     /// Whether a round is under way.
@@ -139,7 +139,7 @@ impl Compactor {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What compaction has done since the opening.
+    /// The statistics of compaction since the opening.
     pub(super) fn info(&self) -> CompactionInfo {
         self.state().info()
     }
@@ -274,7 +274,7 @@ impl Compactor {
         Ok(is_new.then_some(Content { number, entry }))
     }
 
-    /// What is better for these contents. They are moved if they do not follow each other, if many places beside them
+    /// Decides for these contents. They are moved if they do not follow each other, if many places beside them
     /// are free, or if they can be compressed.
     fn better(&self, contents: &[Content]) -> Better {
         let core = self.shared.core();

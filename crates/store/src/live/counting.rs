@@ -19,7 +19,7 @@ use crate::tree::Found;
 /// Leaves that are counted before requests go on.
 const STEP: u64 = 64;
 
-/// What was counted so far.
+/// The counts so far.
 struct Count {
     /// By leaf of V2P: its blocks that are not zeros. Volumes share leaves.
     mapped: HashMap<PageId, u32>,

@@ -61,7 +61,7 @@ impl Volumes {
         self.committer.checkpoint_grown(port, layout).await
     }
 
-    /// What is new on the medium, before a superblock knows it. It spends no ballast.
+    /// Writes the new segments to the medium, before a superblock knows them. It spends no ballast.
     async fn write_new_segments(
         &self,
         port: &Port,

@@ -46,7 +46,7 @@ fn in_order(a: &str, b: &str) -> Ordering {
         }
         (left, right) = (rest_x, rest_y);
     }
-    // What is left of one of them decides, and then zeros before numbers.
+    // The shorter rest comes first; of equal ones, zeros before numbers decide.
     left.len().cmp(&right.len()).then_with(|| a.cmp(b))
 }
 

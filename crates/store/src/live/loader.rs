@@ -37,7 +37,7 @@ struct Loading {
     full: u32,
 }
 
-/// What the loader has done since the opening.
+/// The loader's progress since the opening.
 pub(super) struct Progress {
     /// Pages of P2M whose numbers were looked at.
     pub(super) done: u64,
@@ -146,7 +146,7 @@ impl Loader {
     }
 }
 
-/// What was read. `None`: it is damaged.
+/// The data that were read. `None`: it is damaged.
 fn readable<T>(read: &io::Result<T>) -> io::Result<Option<&T>> {
     match read {
         Ok(read) => Ok(Some(read)),

@@ -32,7 +32,7 @@ const READS_AGAIN: u32 = 3;
 /// The pause before storage is asked again.
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
-/// What the medium has of a content that no sync is known to cover.
+/// The data on the medium of a content that no sync is known to cover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Data {
     /// The data that the record says.

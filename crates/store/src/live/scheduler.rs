@@ -48,9 +48,9 @@ pub struct WorkInfo {
     pub index_all: u64,
     /// Numbers that this has brought into the index.
     pub index_loaded: u64,
-    /// What scrubbing has found.
+    /// The findings of scrubbing.
     pub scrub: ScrubInfo,
-    /// What compaction has done.
+    /// The statistics of compaction.
     pub compaction: CompactionInfo,
 }
 

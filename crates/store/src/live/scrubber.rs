@@ -60,7 +60,7 @@ struct Round {
     read_bytes: u64,
 }
 
-/// What scrubbing has found. Sizes are bytes.
+/// The findings of scrubbing. Sizes are bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubInfo {
     /// Whether a round is under way.

@@ -39,7 +39,7 @@ const ZONES: [Range<u64>; 3] = [0..24, 500..524, 1976..2000];
 /// Small, so that leaves go and come, and checkpoints are made for room.
 const MEMORY: Memory = Memory { metadata: LEAST_METADATA, index: 1 << 12 };
 
-/// What a sector may have.
+/// The bytes that a sector may have.
 #[derive(Clone, Debug)]
 struct Sector {
     /// Read now, or after the death of the process.
@@ -48,7 +48,7 @@ struct Sector {
     durable: BTreeSet<u8>,
 }
 
-/// What volumes may have, by name. What is not said of a sector is zeros.
+/// The allowed contents of volumes, by name. A sector without an entry is zeros.
 type Model = BTreeMap<String, BTreeMap<u64, Sector>>;
 
 /// A write: sectors, and the byte that they get.
@@ -63,7 +63,7 @@ fn zeros() -> Sector {
     Sector { now: [0].into(), durable: [0].into() }
 }
 
-/// What goes on while writes do.
+/// The work that goes on beside writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Beside {
     Nothing,

@@ -215,8 +215,8 @@ pub enum Operation {
     Delete(VolumeId),
     /// Gives a volume or snapshot, which is not in use, another name.
     Rename(VolumeId, Name),
-    /// Gives a volume, which is not in use, another size in blocks. What is behind a smaller one is lost; it reads as zeros
-    /// if the volume grows again.
+    /// Gives a volume, which is not in use, another size in blocks. Data behind a smaller size are lost; they read as
+    /// zeros if the volume grows again.
     Resize(VolumeId, u64),
 }
 

@@ -102,7 +102,7 @@ pub struct Space {
     kept: Range<u64>,
     /// Places that contents were given since the opening.
     given: u64,
-    /// What a pass knows of places in use.
+    /// The marks of a pass for places in use.
     marks: Option<sweep::Marks>,
 }
 
@@ -127,7 +127,7 @@ impl Space {
         }
     }
 
-    /// The next two segments, as their pages say; what is not known was [mended](mends) before.
+    /// The next two segments, as their pages say; unknown pages were [mended](mends) before.
     pub fn add_pair(&mut self, found: [Found; 2]) {
         let size = self.layout.segment_blocks;
         let kind_of = |found: &Found| found.page.as_ref().map_or(Kind::Data, |page| page.kind);
@@ -278,8 +278,8 @@ impl Space {
         self.pairs.iter().zip(0..).find(|(kind, _)| **kind == Kind::Free).map(|(_, pair)| pair)
     }
 
-    /// So many places in a row, for content that is put in order: where nothing of what is written now comes
-    /// between. The first of them. None: writes need what is left.
+    /// So many places in a row, for content that is put in order: where no current write comes between. The first of
+    /// them. None: writes need the remaining places.
     pub fn give_sealed(&mut self, count: u64) -> Option<u64> {
         let size = self.layout.segment_blocks;
         loop {

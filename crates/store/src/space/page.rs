@@ -12,7 +12,7 @@ const CHECKSUM_AT: usize = BLOCK_BYTES - 4;
 /// A home that storage cannot read says no more than one that is damaged.
 pub const UNREADABLE: Damaged = Damaged("a space page cannot be read");
 
-/// What a pair of segments is for.
+/// The use of a pair of segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Anything.
@@ -92,15 +92,15 @@ impl SpacePage {
 /// Both homes of a segment, as they were read.
 pub type Homes = [Result<SpacePage, Damaged>; 2];
 
-/// What a segment's homes say at a checkpoint.
+/// The state in a segment's homes at a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// The page that counts. None: it is not known, and all places are to be taken for used.
     pub page: Option<SpacePage>,
-    /// The home that is written next: what it has does not count. Of a page that is not known the other one is
+    /// The home that is written next: its page does not count. Of a page that is not known the other one is
     /// [mended](mends).
     pub next_home: usize,
-    /// It has to be written with the next checkpoint: what is in that home may not be believed then.
+    /// It has to be written with the next checkpoint: the page in that home may not be believed then.
     pub rewrite: bool,
 }
 
@@ -134,8 +134,8 @@ pub fn choose(homes: Homes, checkpoint: u64) -> Found {
     }
 }
 
-/// What is written over the damaged pages of a pair before anything else is. Otherwise an older page could count
-/// behind a cut, or one that could not be read could be read again. All places are used until a pass has looked.
+/// The pages that are written over the damaged pages of a pair before anything else is. Otherwise an older page could
+/// count behind a cut, or one that could not be read could be read again. All places are used until a pass has looked.
 pub fn mends(found: &[Found; 2], checkpoint: u64, segment_blocks: u64) -> [Option<SpacePage>; 2] {
     let has_pages = found[0].page.as_ref().is_some_and(|page| {
         page.kind == Kind::Metadata && u64::from(page.bits.clear_bits()) < segment_blocks

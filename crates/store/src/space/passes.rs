@@ -7,7 +7,7 @@ pub struct Passes {
     ended: u64,
     /// The last pass that has looked for all duplicates.
     thorough: u64,
-    /// What the store had when the last pass began, if that pass has looked for all duplicates.
+    /// The input of the last pass, if that pass has looked for all duplicates.
     looked_at: Option<PassInput>,
     /// Up to this pass, passes only look for what makes room at once.
     hurried: u64,
@@ -136,8 +136,8 @@ impl Passes {
         self.is_running = false;
     }
 
-    /// Notes that a pass has ended, with `free` places free. Waiting writes try again. `looked_at`: what the store had
-    /// when the pass began, if it has looked for all duplicates.
+    /// Notes that a pass has ended, with `free` places free. Waiting writes try again. `looked_at`: the input of the
+    /// pass, if it has looked for all duplicates.
     pub fn end(&mut self, free: u64, looked_at: Option<PassInput>) {
         self.ended = self.begun;
         if looked_at.is_some() {

@@ -1,4 +1,4 @@
-//! What a pass does with places: it marks those in use, and what has no mark comes free (store.md 7, 6 and 7).
+//! The places in a pass: it marks those in use, and frees those without a mark (store.md 7, 6 and 7).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -41,7 +41,7 @@ impl Space {
         self.marks = Some(Marks::default());
     }
 
-    /// A pass has ended, perhaps early: nothing of it is left but what waits for its checkpoint.
+    /// A pass has ended, perhaps early: only freed places that wait for their checkpoint are left of it.
     pub fn end_marks(&mut self) {
         self.marks = None;
         self.keep(0..0);
@@ -113,7 +113,7 @@ impl Space {
         if dead == 0 {
             return 0;
         }
-        // What is free beside it becomes part of the hole.
+        // Free places beside them become part of the hole.
         let used = bits.without(&swept);
         let mut at = 0;
         while let Some(run) = used.clear_run(at, size) {

@@ -23,10 +23,10 @@ enum Stage {
     Done(u64),
 }
 
-/// What is in use: places, and whether they are those of pages, which have a copy.
+/// The places in use, and whether they are those of pages, which have a copy.
 type InUse = BTreeMap<u64, bool>;
 
-/// A store's space, what its medium has, and what is known of both without looking at the space.
+/// A store's space, the pages on its medium, and the model of both without a look at the space.
 struct World {
     layout: Layout,
     space: Space,
@@ -291,7 +291,7 @@ impl World {
     }
 
     fn cut(&mut self, torn: usize, has_superblock: bool, counts: u64) {
-        // What counts already is torn by nothing. But any page may rot.
+        // No write tears a page that counts already. But any page may rot.
         while has_superblock && self.under_way.is_some() && !self.write(99) {}
         if let Some((state, written)) = self.under_way.take() {
             if has_superblock {
@@ -356,7 +356,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(ferrite_testkit::rounds(100)))]
 
-    /// Whatever comes between, and wherever the power is cut.
+    /// In any order of steps, and wherever the power is cut.
     #[test]
     fn no_place_is_given_twice_or_before_its_checkpoint(steps in prop::collection::vec(step(), 1..150)) {
         let mut world = World::new();

@@ -13,7 +13,7 @@ fn layout() -> Layout {
     Layout::of(1 << 30).unwrap()
 }
 
-/// What the leaves of a volume have in their first word.
+/// The first words of the leaves of a volume.
 type Model = BTreeMap<u64, u64>;
 
 #[derive(Clone)]
@@ -199,7 +199,7 @@ impl World {
         self.check();
     }
 
-    /// What is on the medium is the model, and nothing else is there but what is dropped.
+    /// The medium has the model, and nothing else but dropped pages.
     fn check(&mut self) {
         let (mut seen, mut known) = (BTreeSet::new(), BTreeMap::new());
         for volume in &self.whole {
@@ -212,7 +212,7 @@ impl World {
         }
         if self.snapshots == 0 {
             let live: BTreeSet<u64> = self.medium.keys().copied().collect();
-            assert_eq!(live, seen, "places that nobody has");
+            assert_eq!(live, seen, "places that no volume has");
         }
     }
 
@@ -277,9 +277,9 @@ impl World {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: ferrite_testkit::rounds(400), ..ProptestConfig::default() })]
-    /// Whatever is written and shared, before, in and after checkpoints, with little memory: all read what
-    /// was written there; the medium has what was there when the checkpoint began; no place in use is
-    /// dropped, and none is forgotten.
+    /// Random writes and shares, before, in and after checkpoints, with little memory. All volumes read the bytes that
+    /// were written there. The medium has the state at the beginning of the checkpoint. No place in use is dropped, and
+    /// none is forgotten.
     #[test]
     fn trees_say_what_was_written_and_checkpoints_what_was_there_when_they_began(
         slots in prop_oneof![Just(12usize), Just(64)],

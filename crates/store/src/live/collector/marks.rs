@@ -4,7 +4,7 @@ use crate::space::{Bits, Passes};
 
 use super::Passed;
 
-/// What a write does that finds content again. It depends on the phase in which the write began.
+/// The action of a write that finds its content in the store. It depends on the phase in which the write began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::live) enum Phase {
     /// The write uses the content.

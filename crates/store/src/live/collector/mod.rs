@@ -50,7 +50,7 @@ const IN_A_HURRY: u64 = 8;
 /// The most replaced pages whose places a check may keep. Their numbers take 64 MiB of memory.
 const MOST_KEPT: usize = 1 << 23;
 
-/// What a pass looks for.
+/// The contents that a pass looks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
     /// Contents that no volume has. While no write waits for room, also duplicate contents.
@@ -59,7 +59,7 @@ pub(super) enum Look {
     ForAll,
 }
 
-/// What a pass has found and done.
+/// The results of a pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Passed {
     /// Contents that volumes have.
@@ -263,7 +263,7 @@ impl Collector {
         }
     }
 
-    /// What a pass that begins now looks at.
+    /// The input of a pass that begins now.
     fn pass_input(&self) -> PassInput {
         let blocks = self.journal.ended();
         PassInput { blocks, indexed: self.loader.progress().done }
@@ -332,8 +332,8 @@ impl Collector {
     pub(super) async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
         let input = self.pass_input();
-        // The store does not grow during a pass: who has it grow holds the pass, or has failed, and then the checkpoint under
-        // way does it.
+        // The store does not grow during a pass: the task that has it grow holds the pass, or has failed, and then the
+        // checkpoint under way does it.
         drop(self.committer.hold(port).await?);
         // Step 1.
         self.begin_marking();

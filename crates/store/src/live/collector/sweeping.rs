@@ -1,4 +1,4 @@
-//! What a pass looks at: the trees that volumes had, and P2M and the hashes as they are now (store.md 7).
+//! The input of a pass: the trees that volumes had, and P2M and the hashes as they are now (store.md 7).
 
 use std::collections::BTreeSet;
 use std::io;

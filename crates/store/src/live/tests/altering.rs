@@ -1,4 +1,5 @@
-//! Another size or another name for a volume: what stays, what reads as zeros, and what an end in between leaves.
+//! Another size or another name for a volume: the data that stay, the range that reads as zeros, and the state after an
+//! end in between.
 
 use super::super::leaf::Leaf;
 use super::checking::DEEP;
@@ -100,7 +101,7 @@ fn what_was_cut_off_reads_as_zeros_and_what_was_not_stays() {
         assert_eq!(read_one(&mut process, "v0", 1995), 2995);
         process.resize("v0", blocks).unwrap();
         assert_eq!(process.blocks("v0"), Some(blocks));
-        // Who had the volume when it was larger finds nothing behind its end.
+        // A reader that knew the volume when it was larger finds nothing behind its end.
         let volume = process.volume("v0");
         let leaf = Leaf::of_block(volume, 3 * 512 + 30);
         let Process { live, port, reactor } = &mut process;
@@ -170,7 +171,7 @@ fn a_size_or_name_that_cannot_be_is_refused_and_nothing_changes() {
     assert!((process.live.list(), process.live.info()) == before);
 }
 
-/// What `v0` becomes: another name, or another size.
+/// The changes of `v0`: another name, or another size.
 const DEEDS: [(&str, u64); 3] = [("v0", 700), ("v0", (512 << 8) + 1), ("new", BLOCKS)];
 /// Blocks of `v0` that have content: that of their number and 1000.
 const WRITTEN: [u64; 7] = [0, 39, 40, 511, 699, 700, 1999];
@@ -227,7 +228,7 @@ fn behind_a_change_whose_checkpoint_failed_no_record_is_written_before_it_is_mad
             let (machine, mut process) = with_a_volume();
             machine.world.set_faults(vec![fault(times)]);
             alter(&mut process, deed).unwrap_err();
-            // Both would be nonsense for who finds the volume as it was.
+            // Both records would be nonsense for a process that finds the old volume.
             let written = match deed.0 {
                 "v0" => write_new(&mut process, "v0", 512 << 8, 1, 77),
                 _ => {

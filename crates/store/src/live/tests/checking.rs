@@ -92,7 +92,7 @@ fn a_check_finds_what_a_checkpoint_has_while_all_of_it_is_changed() {
         let first = live.shared.core().checkpoint;
         live.operate(port, Operation::Delete(live.volume("s").unwrap())).await?;
         for round in 0..40 {
-            // What is there already: no room but that of pages.
+            // These contents exist already: their writes need room for pages only.
             for leaf in [0, 500, 1000, 1500] {
                 beside.put(leaf + round, 1 + round % 2).await?;
             }

@@ -1,5 +1,5 @@
-//! What a queue does for a store ends with the queue, at any step. What it has given to the kernel ends first.
-//! Others go on with what it has left.
+//! A queue's work for a store ends with the queue, at any step. The operations that it has given to the kernel end
+//! first. Other queues go on with the work that it has left.
 
 use ferrite_disk_base::Extent;
 use ferrite_io::reactor::Wait;

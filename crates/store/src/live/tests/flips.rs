@@ -65,7 +65,7 @@ struct Seen {
     read: u64,
 }
 
-/// What volumes read is one of two contents in each sector, or an error.
+/// Volumes read one of two contents in each sector, or an error.
 fn nothing_else_is_read(
     process: &mut Process,
     before: &Contents,
@@ -124,9 +124,9 @@ fn a_bit_that_flips_anywhere_is_an_error_or_unused_and_never_other_data() {
                     continue;
                 }
             };
-            // What no flush has covered looks as if it had been torn: a block of the journal, or content of its records.
+            // Data that no flush has covered look torn: a block of the journal, or content of its records.
             nothing_else_is_read(&mut process, &before, &after, &what, &mut seen);
-            // Nor is it when places are given again: what volumes have is in none of them.
+            // Nor is it when places are given again: no content of a volume is in them.
             for i in 0..6 {
                 let sectors = 8000 + 8 * i..8008 + 8 * i;
                 let _ = process.write(&[write("v1", sectors, 50 + i as u8)], false).unwrap();
@@ -211,11 +211,11 @@ fn hashes(process: &mut Process) -> Vec<u64> {
     places
 }
 
-/// New content gets numbers in these pages, and is found afterwards; what they had costs space only.
+/// New content gets numbers in these pages, and is found afterwards; their old contents cost space only.
 #[test]
 fn hashes_that_are_lost_fail_no_write() {
     let (machine, before, _) = with_everything();
-    // What the journal has is carried out by the first opening.
+    // The first opening replays the journal.
     drop(Process::of(&machine).unwrap());
     let places = hashes(&mut Process::of(&machine).unwrap());
     assert!(!places.is_empty());

@@ -1,4 +1,5 @@
-//! Growth of the store: what it had stays, what is new can be used, and an end in between leaves one or the other.
+//! Growth of the store: its contents stay, the new space can be used, and an end in between leaves one size or the
+//! other.
 
 use super::checking::DEEP;
 use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
@@ -265,7 +266,7 @@ fn the_second_home_is_found_by_the_last_block_if_the_first_is_lost() {
     assert_eq!(*why, Unusable::CutOff { store_bytes: LARGER, bytes: LARGER - 4096 });
 }
 
-/// What a program does that knows no features.
+/// A program that knows no features opens only a store that has not grown.
 #[test]
 fn a_store_that_has_not_grown_is_as_before_and_one_that_has_says_so_by_a_feature() {
     let made = Layout::of(BYTES).unwrap();

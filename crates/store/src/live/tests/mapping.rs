@@ -57,7 +57,7 @@ impl Process {
         Ok(())
     }
 
-    /// What `map` says of the beginning of these blocks, read.
+    /// The data that `map` finds at the beginning of these blocks.
     pub(super) fn read_mapped(&mut self, name: &str, blocks: Range<u64>) -> io::Result<Mapped> {
         let volume = self.volume(name);
         let (at, extent) = (blocks.start * BLOCK, self.map(name, blocks));
@@ -137,14 +137,14 @@ fn what_was_read_is_believed_only_if_it_is_what_the_blocks_have_now() {
         flipped[at] ^= 0x20;
         assert!(!check(&process, flipped), "a bit at {at}");
     }
-    // Written meanwhile: what was there was right, and is not what a check can know.
+    // Written meanwhile: the old content was right, but a check cannot know it.
     write_new(&mut process, "v0", 2, 1, 7).unwrap();
     assert!(!check(&process, content([1000, 1001, 1002, 1003])));
     assert!(check(&process, content([1000, 1001, 7, 1003])));
     process.write(&[write("v0", 8..16, 0)], false).unwrap().pop().unwrap().unwrap();
     assert!(!check(&process, content([1000, 1001, 7, 1003])));
     assert!(check(&process, content([1000, 0, 7, 1003])));
-    // What memory has no more it cannot vouch for.
+    // A page that memory no longer has makes the check fail.
     process.live.shared.core().pages.hide_volume(volume);
     assert!(!check(&process, content([1000, 0, 7, 1003])));
 }

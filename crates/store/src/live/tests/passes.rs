@@ -129,7 +129,7 @@ pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
     let lost: Vec<_> = places.difference(&taken).collect();
     assert!(lost.is_empty(), "places in use that can be given: {lost:?}");
     let left: Vec<_> = taken.difference(&places).collect();
-    assert!(left.is_empty(), "places of nobody that cannot be given: {left:?}");
+    assert!(left.is_empty(), "unused places that cannot be given: {left:?}");
 }
 
 /// Blocks of a volume from one on get contents that the store lacks.
@@ -262,7 +262,7 @@ fn a_full_store_lets_writes_wait_for_a_pass_and_fails_them_if_there_is_no_garbag
         assert_eq!(passes(process).count(), begun + passes_since, "{why}");
     };
     finds_none(&mut process, 0, "nothing has changed since the last one");
-    // What takes no room goes on.
+    // Operations that take no room go on.
     let snapshot = process
         .operate(Operation::Snapshot(Name::new("s").unwrap(), process.volume("v0")))
         .unwrap();
@@ -408,7 +408,7 @@ fn writers_have_numbers_at_any_time_of_a_pass() {
 fn a_pass_sets_numbers_aside_for_writers_before_it_closes_their_pages() {
     let (_machine, mut process) = with_all_numbers_given();
     write_everywhere(&mut process, 0, 1 << 40);
-    // What is open is used up.
+    // The numbers of open pages are used up.
     for block in (0..).step_by(16) {
         let ready = process.live.shared.core().free_numbers.ready();
         if ready == 0 {

@@ -1,4 +1,4 @@
-//! Room for pages: what takes pages and no data never takes the room that a checkpoint or a pass needs.
+//! Room for pages: operations that take pages and no data never take the room that a checkpoint or a pass needs.
 
 use super::*;
 

@@ -246,7 +246,7 @@ fn who_has_read_a_bad_block_gets_a_good_one_by_writing_it_again() {
     file.write_all_at(&[1], place * BLOCK_BYTES as u64 + 77).unwrap();
     machine.world.changed_outside(&file).unwrap();
     write_new(&mut process, "v0", 500, 1, 4).unwrap();
-    assert_eq!(process.numbers(500..501), process.numbers(3..4), "nobody knows yet");
+    assert_eq!(process.numbers(500..501), process.numbers(3..4), "the damage is not known yet");
     for block in [3, 500] {
         let read = process.read("v0", block * PER_BLOCK..(block + 1) * PER_BLOCK);
         assert_eq!(read.unwrap_err().kind(), io::ErrorKind::InvalidData);
@@ -318,7 +318,7 @@ fn compaction_puts_content_into_the_order_of_reading_once() {
     assert_eq!((info.rounds, info.moved_bytes, info.packed_bytes), (1, 240 << 12, 0));
     assert!(process.gaps(0..240) < 4, "but for ends of segments");
     assert!(process.live.work().passes > 0, "what they have left comes free");
-    // What is left in a pair that is nearly empty now.
+    // The rest of a pair that is nearly empty now.
     let moved = process.compact().moved_bytes;
     assert!(moved <= 280 << 12, "{moved}");
     assert_eq!(process.compact().moved_bytes, moved, "it ends");
@@ -348,7 +348,7 @@ fn compressed_content_takes_fewer_places_and_is_found_read_and_given_back_as_any
         write_scattered(&mut process, 240);
         let free = process.live.shared.core().space.free();
         let info = process.compact();
-        // What guests write now is not touched.
+        // Contents that guests write now are not touched.
         assert!(info.packed_bytes >= 240 << 12, "{info:?}");
         assert!(info.packed_to_bytes <= info.packed_bytes / 4, "{info:?}");
         process.gc().unwrap();
@@ -401,7 +401,7 @@ fn a_damaged_group_is_an_error_of_its_blocks_and_never_data() {
     let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
     let mut group = [0; BLOCK_BYTES];
     file.read_exact_at(&mut group, place * BLOCK_BYTES as u64).unwrap();
-    // What of its block 3 is there as it is.
+    // A part of its block 3 that is there uncompressed.
     let at = group.iter().position(|byte| *byte == 4).unwrap();
     let at = (at..BLOCK_BYTES).find(|at| group[*at] == 4 && group[at + 1] == 0).unwrap();
     file.write_all_at(&[99], place * BLOCK_BYTES as u64 + at as u64).unwrap();

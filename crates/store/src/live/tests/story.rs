@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What happened before the volumes are examined.
+/// The event before the volumes are examined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum After {
     Nothing,
@@ -69,7 +69,7 @@ impl Story {
     /// Some writes at once.
     fn write(&mut self, process: &mut Process) -> io::Result<()> {
         let writes: Vec<Write> = (0..1 + self.below(4)).map(|_| self.any_write()).collect();
-        // Whatever becomes of them, all may be there.
+        // All of them may be there, whether they end well or not.
         for write in &writes {
             let sectors = self.model.get_mut(&write.volume).unwrap();
             for sector in write.sectors.clone() {
@@ -89,7 +89,7 @@ impl Story {
             writes.iter().zip(&done).filter(|d| d.1.is_ok()).map(|d| d.0).collect();
         for write in &ended {
             for at in write.sectors.clone() {
-                // What was there before a write that has ended well is not there any more.
+                // A write that has ended well has replaced the content before it.
                 let others = writes.iter().filter(|w| w.volume == write.volume);
                 let others = others.filter(|w| w.sectors.contains(&at)).map(|w| w.value);
                 let sector = self.model.get_mut(&write.volume).unwrap().get_mut(&at).unwrap();
@@ -176,7 +176,7 @@ impl Story {
         Ok(())
     }
 
-    /// What a volume has is what it may have; after a replay that is what it has from now on.
+    /// A volume has contents that it may have; after a replay it has these from now on.
     fn examine(&mut self, process: &mut Process, name: &str, after: After) {
         for zone in ZONES {
             let sectors = zone.start * PER_BLOCK..zone.end * PER_BLOCK;
@@ -261,7 +261,7 @@ impl Story {
                 false => self.machine.world.kill_process().unwrap(),
             }
             if is_faulty {
-                // What the next process has found is durable, whatever the kernel had forgotten.
+                // The contents that the next process has found are durable, whatever the kernel had forgotten.
                 drop(self.reopen(After::Cut));
                 self.machine.world.cut_power().unwrap();
             }

@@ -47,7 +47,7 @@ fn lose_for(machine: &Machine, place: u64, times: u64) {
     machine.world.set_faults(vec![fault]);
 }
 
-/// What a process leaves that dies: block 0 has 7, flushed, and 8 since; block 1 has 9. Gives where the 8 is.
+/// A store whose process died: block 0 has 7, flushed, and 8 since; block 1 has 9. Gives the place of the 8.
 fn left_by_a_death() -> (Machine, u64) {
     let (machine, mut process) = with_a_volume();
     put(&mut process, 0, 7);
@@ -60,7 +60,7 @@ fn left_by_a_death() -> (Machine, u64) {
     (machine, place)
 }
 
-/// What a check of the whole store says, with all content read.
+/// The findings of a check of the whole store, with all content read.
 fn findings(process: &mut Process) -> u64 {
     let Process { live, port, reactor } = process;
     let check =
@@ -76,7 +76,7 @@ fn new_content_that_cannot_be_read_is_an_error_of_its_block_and_keeps_no_store_c
     let mut process = Process::of(&machine).unwrap();
     assert!(
         is_unreadable(&mut process, 0),
-        "the older content would be a loss that nobody hears of"
+        "the older content would be a loss that no error reports"
     );
     assert_eq!(get(&mut process, 1).unwrap(), 9);
     assert_eq!(findings(&mut process), 1);
@@ -130,7 +130,7 @@ fn who_writes_again_what_could_not_be_read_gets_a_good_copy() {
     assert_eq!(get(&mut process, 1).unwrap(), 8);
 }
 
-/// Storage was away for a moment. What counts without its data is an error for good.
+/// Storage was away for a moment. A record that counts without its data is an error for good.
 #[test]
 fn what_an_opening_cannot_read_is_read_again_before_it_counts() {
     let (machine, torn) = left_by_a_death();
