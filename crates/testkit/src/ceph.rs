@@ -38,7 +38,7 @@ pub struct Cluster {
     reaper: Mutex<ChildStdin>,
 }
 
-/// What a command has written to standard output; it has to succeed.
+/// The standard output of a command, which has to succeed.
 #[track_caller]
 fn succeed(command: &mut Command) -> String {
     let output = command.output().unwrap();
@@ -215,7 +215,7 @@ impl Cluster {
         digits.parse().unwrap()
     }
 
-    /// Starts a daemon: `mon.a`, `mgr.x`, or `osd.` with a number. What an OSD had in memory is gone if it was killed.
+    /// Starts a daemon: `mon.a`, `mgr.x`, or `osd.` with a number. An OSD that was killed has lost its data in memory.
     pub fn start(&self, name: &str) {
         let (kind, id) = name.split_once('.').unwrap();
         let mut command = self.program(&format!("ceph-{kind}"));

@@ -147,7 +147,7 @@ pub struct Plan {
     pub engine: EngineFactory,
     /// The options of queues.
     pub tuning: Tuning,
-    /// What happens to requests without space.
+    /// The handling of requests without space.
     pub on_full: OnFull,
     /// The disk's limits of the host's processors.
     pub processors: Arc<Processors>,
@@ -157,7 +157,7 @@ pub struct Plan {
     pub moving: Moving,
     /// An image instead of a new sparse file.
     pub image: Option<PathBuf>,
-    /// What makes the disk, instead of opening an image.
+    /// The function that makes the disk, instead of opening an image.
     pub disk: Option<MakeDisk>,
     /// The size of the guest.
     pub guest: GuestOptions,

@@ -81,7 +81,7 @@ impl Kind {
     }
 }
 
-/// What happens to an operation.
+/// The outcome of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The kernel executes it.

@@ -33,7 +33,7 @@ pub(super) struct Session {
     /// Raised when there is something to send, or at the end.
     signal: LocalSignal,
     unsent: RefCell<VecDeque<Asked>>,
-    /// What was sent, or is being sent, by number.
+    /// Requests that were sent, or are being sent, by number.
     sent: RefCell<HashMap<u64, Asked>>,
     ended: Cell<bool>,
     /// Raised when the sender has ended.

@@ -9,7 +9,7 @@ use ferrite_loopback::vhost::{Ask, Driver, Guest};
 /// Bytes of a slot's part of the disk.
 const CHUNK: usize = 256 << 10;
 
-/// What a slot waits for: the byte that it writes, or that it has to read.
+/// The request that a slot waits for; of a write, the byte.
 #[derive(Clone, Copy, PartialEq)]
 enum Busy {
     No,
