@@ -48,7 +48,7 @@ pub const OP_INDIRECT: u8 = 6;
 /// `BLKIF_DISCARD_SECURE`, in the flag byte of a discard.
 pub const DISCARD_SECURE: u8 = 1;
 
-/// Whose structure layout a frontend uses.
+/// The structure layout that a frontend uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// `x86_64-abi`, this machine's own.

@@ -53,7 +53,7 @@ impl HostTimes {
     }
 }
 
-/// What a domain does, as the hypervisor knows it at a moment.
+/// The state of a domain, as the hypervisor knows it at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DomainState {
     /// It runs, or has ended otherwise than by suspending itself.
@@ -64,8 +64,8 @@ pub enum DomainState {
     Gone,
 }
 
-/// What a hypervisor tells of other domains. xenstore fires `@releaseDomain` when a domain suspends
-/// itself, and has no event when it is resumed.
+/// The states of other domains, as a hypervisor tells them. xenstore fires `@releaseDomain` when a domain
+/// suspends itself, and has no event when it is resumed.
 pub trait Domains: Send + Sync {
     /// The state of a domain.
     ///
@@ -291,7 +291,7 @@ pub trait Link: Send {
 
     /// Whether none is signalled from one event until [`rearm`](Link::rearm): then it may be read after
     /// the final check of the ring, too. Otherwise the one for a request behind that check could be
-    /// read with it, and nobody would look.
+    /// read with it, and the backend would not look for that request.
     fn is_shut_by_event(&self) -> bool {
         false
     }

@@ -15,7 +15,7 @@ pub struct NetRings {
 
 impl NetRings {
     /// Attaches where the shared response producers stand. A predecessor that died has answered up to there, in order:
-    /// what it had taken beyond is taken again.
+    /// requests that it had taken beyond are taken again.
     ///
     /// `link` has two pages: the transmit ring, then the receive ring.
     ///

@@ -154,7 +154,7 @@ impl RxResponse {
     }
 }
 
-/// What a frame needs segmented.
+/// The segmentation that a frame needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GsoInfo {
     /// Bytes of payload in each segment.

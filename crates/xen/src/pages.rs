@@ -47,7 +47,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// A piece that nobody has copied yet. Unchecked: a side that leaves its page fails the call.
+    /// A piece that is not copied yet. Unchecked: a side that leaves its page fails the call.
     pub fn new(source: Side, dest: Side, len: u16) -> Piece {
         Piece { source, dest, len, status: STATUS_UNTOUCHED }
     }

@@ -1,8 +1,8 @@
-//! A shared ring of slots of any size: what the rings of disks and of network interfaces have in common. The one place
+//! A shared ring of slots of any size: the common part of the rings of disks and of network interfaces. The one place
 //! that touches their memory.
 //!
 //! The producers and the slots may change under us at any moment, so every access is a raw
-//! volatile or atomic one, each word of a slot is read once into a private copy (XSA-155), and
+//! volatile or atomic one. Each word of a slot is read once into a private copy (XSA-155), and
 //! all decisions rest on private indices. Indices run freely and wrap; differences are unsigned
 //! (blkif.md 1.4).
 

@@ -1,6 +1,6 @@
 //! Map, memcpy, unmap: one batch at a time, so that every grant is released before the call
-//! returns, and so before the response (blkif.md 2, rule 5). Nobody but the processor has touched
-//! the pages: the kernel holds no reference that could defer an unmap (blkif.md 4.4).
+//! returns, and so before the response (blkif.md 2, rule 5). Only the processor has touched the
+//! pages: the kernel holds no reference that could defer an unmap (blkif.md 4.4).
 
 use std::io;
 use std::sync::Arc;
@@ -61,8 +61,8 @@ impl Mapped {
         let counters = &self.maps.counters;
         self.grefs.clear();
         self.grefs.extend(batch.iter().map(CopySegment::gref));
-        // All or nothing: with one bad reference among them none is mapped, and nobody says which.
-        // The copy does, by a status for each (XSA-361).
+        // All or nothing: with one bad reference among them none is mapped, and the error does not
+        // say which is bad. The copy does, by a status for each (XSA-361).
         let Ok(mapping) = grants.map(&self.grefs, direction == Direction::ToGuest) else {
             count(&counters.fallbacks, batch.len() as u64);
             return grants.copy(arena, direction, batch);

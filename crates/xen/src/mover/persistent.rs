@@ -1,5 +1,5 @@
 //! Pages that stay mapped from their first use on, for frontends that use the same ones again and
-//! again (blkif.md 4.5). We may unmap an idle one at any time and tell nobody: the frontend looks
+//! again (blkif.md 4.5). We may unmap an idle one at any time and tell no frontend: the frontend looks
 //! before it uses a page for something else.
 
 use std::io;

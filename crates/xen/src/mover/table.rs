@@ -1,7 +1,7 @@
 //! Values by grant reference, with the order of their last use.
 //!
-//! A guest chooses the references, so how long a look-up takes must not depend on which they are:
-//! places are chosen by a hash with a key of this table's own, at most half of them are in use, and
+//! A guest chooses the references, so the time of a look-up must not depend on which they are.
+//! Places are chosen by a hash with a key of this table's own. At most half of them are in use, and
 //! everything is allocated when the table is made.
 
 use ferrite_host::clock::{Random, SplitMix64};

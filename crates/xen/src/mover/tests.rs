@@ -84,7 +84,7 @@ impl Grants for Guest {
             segment.status = if gref.0 >= PAGES || writes && gref.0 >= self.read_only_from {
                 GNTST_BAD_GNTREF
             } else {
-                // SAFETY: a page of the guest's memory, which nobody else uses.
+                // SAFETY: a page of the guest's memory, which no other thread uses.
                 unsafe { move_bytes(self.ptr(gref), arena, direction, segment) };
                 GNTST_OKAY
             };

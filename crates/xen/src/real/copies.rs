@@ -4,8 +4,8 @@
 //! segment whose local side crosses the border of one of our own granted pages is cut in two. Its
 //! status is the worse one.
 //!
-//! What goes wrong with a grant of our own is no fault of the guest's: a segment that failed by it is
-//! copied again by its address. If that works, the page is used by its address from then on.
+//! A failure of a grant of our own is no fault of the guest's: a segment that failed by it is copied
+//! again by its address. If that works, the page is used by its address from then on.
 
 use std::io;
 
@@ -29,7 +29,7 @@ pub(super) struct Copies {
     entries: Vec<CopyEntry>,
 }
 
-/// Who carries out entries: the kernel.
+/// The call by which the kernel carries out entries.
 pub(super) type Call<'a> = &'a mut dyn FnMut(&mut [CopyEntry]) -> io::Result<()>;
 
 impl Copies {

@@ -1,4 +1,4 @@
-//! What the domains of the host do.
+//! The states of the host's domains.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};

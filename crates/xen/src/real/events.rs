@@ -73,8 +73,8 @@ impl EventChannel {
         Ok(is_ours)
     }
 
-    /// The kernel's ring of ports overflowed. What it held is lost and the port is masked, as if
-    /// its event had been taken.
+    /// The kernel's ring of ports overflowed. Its content is lost and the port is masked, as if its
+    /// event had been taken.
     fn reset(&self) -> io::Result<()> {
         // SAFETY: takes no argument.
         unsafe { uapi::ioctl(self.device.as_fd(), uapi::RESET, std::ptr::null_mut::<u8>()) }

@@ -31,7 +31,7 @@ pub(super) enum MapError {
     Map(io::Error),
 }
 
-/// What all of a queue's mappings and copies go through.
+/// The device that all of a queue's mappings and copies go through.
 pub(super) struct GrantDevice {
     device: Device,
     /// The kernel did not let go of something.
@@ -131,8 +131,8 @@ unsafe impl Mapping for Granted {
 
 impl Drop for Granted {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this address and length, and unmapped nowhere else. Whoever
-        // uses the memory does so while its owner lives (`Link::ring`, `Mapping::page`).
+        // SAFETY: mapped by `map` with this address and length, and unmapped nowhere else. The memory
+        // is used only while its owner lives (`Link::ring`, `Mapping::page`).
         if let Err(e) = unsafe { munmap(self.base.as_ptr().cast(), self.pages * PAGE_SIZE) } {
             tracing::error!("cannot unmap {} pages of a guest: {e}", self.pages);
             self.device.has_rests.store(true, Ordering::Relaxed);
@@ -260,8 +260,8 @@ mod tests {
         fn exit(&self, _: &Id) {}
     }
 
-    /// Without Xen, the kernel's refusal is what shows that it was asked: what is unmapped and not
-    /// let go of keeps a dead domain's pages (threats.md T7).
+    /// Without Xen, the kernel's refusal shows that it was asked: a grant that is unmapped and not let
+    /// go of keeps a dead domain's pages (threats.md T7).
     #[test]
     fn pages_that_are_unmapped_are_let_go_of() {
         let (not_gntdev, _writer) = std::io::pipe().unwrap();

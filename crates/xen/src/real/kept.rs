@@ -1,15 +1,15 @@
 //! Devices that outlive the connections that they serve.
 //!
-//! A worker opens all that it may need while it may, and gives up the right to open anything. What a
-//! connection has had goes to the next one, and nothing of the guest may be left in it: whatever could
-//! not be undone is closed, which undoes it.
+//! A worker opens all that it may need while it may, and gives up the right to open anything. A device
+//! of one connection goes to the next one, and nothing of the guest may be left in it. Where something
+//! could not be undone, the device is closed, which undoes it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::hypervisor::DomId;
 
-/// Devices of one kind that nobody uses now.
+/// Devices of one kind that are not in use now.
 #[derive(Debug, Default)]
 pub(super) struct Kept(Mutex<Vec<(OwnedFd, Option<DomId>)>>);
 
@@ -48,7 +48,7 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// One that is closed when nobody uses it.
+    /// One that is closed when it is dropped.
     pub(super) fn once(device: OwnedFd) -> Device {
         Device { device: Some(device), of: None, is_clean: true, home: None }
     }

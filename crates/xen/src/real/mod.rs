@@ -49,7 +49,7 @@ pub enum Kind {
     OfProcess,
 }
 
-/// What [`Xen::ahead`] and [`Xen::with_own_grants`] open, and how: for whoever opens it for another process.
+/// The files that [`Xen::ahead`] and [`Xen::with_own_grants`] open, and how: for a process that opens them for another.
 pub fn devices() -> [(PathBuf, Kind, OFlags); 4] {
     let at = |path: &str| Path::new("/").join(path);
     [
@@ -77,7 +77,7 @@ pub struct Xen {
     /// Where /dev is, for tests.
     root: PathBuf,
     restriction: AtomicU8,
-    /// What was opened ahead: nothing else is opened then.
+    /// The devices that were opened ahead: nothing else is opened then.
     ahead: Option<Preopen>,
     /// Where pages come from that this domain grants to itself.
     own: Option<Arc<PageDevice>>,
@@ -145,7 +145,7 @@ impl Xen {
         Ok(Xen { ahead: Some(ahead), ..xen })
     }
 
-    /// What connects nobody, and [is used up](Hypervisor::is_used_up): nothing could be opened ahead.
+    /// One that connects no guest, and [is used up](Hypervisor::is_used_up): nothing could be opened ahead.
     pub fn nothing() -> Xen {
         let [grants, events] = [(); 2].map(|()| Kept::new(Vec::new()));
         let ahead = Preopen { grants, events, were_too_few: AtomicBool::new(true) };

@@ -18,7 +18,7 @@ use rustix::fs::{Mode, OFlags};
 use super::uapi;
 use crate::hypervisor::{DomId, PAGE_SIZE};
 
-/// The control domain, which this has to be: in another one nobody says which number it has.
+/// The control domain, which this has to be: in another one its own number is not known.
 pub(super) const OWN: DomId = DomId(0);
 
 /// The device, for all queues of a process.
@@ -111,8 +111,8 @@ impl OwnPages {
 }
 
 impl Lender for OwnPages {
-    /// The kernel gives all that it is asked for or nothing: what is left of its limit is found by
-    /// asking for less.
+    /// The kernel gives all that it is asked for or nothing: the rest of its limit is found by asking
+    /// for less.
     fn lend(&self, arena: &Arena, wanted: Span) {
         let all = wanted.len() / PAGE_SIZE;
         let (mut got, mut step) = (0, uapi::ALLOC_PAGES_MAX);
@@ -140,7 +140,7 @@ impl Lender for OwnPages {
     }
 }
 
-/// The pool has gone, and perhaps not its arena: what is mapped goes back when it is unmapped.
+/// The pool has gone, and perhaps not its arena: mapped pages go back when they are unmapped.
 impl Drop for OwnPages {
     fn drop(&mut self) {
         for lent in self.lent().drain(..) {

@@ -120,7 +120,7 @@ fn try_own(device: &OwnedFd, pages: &PageDevice) -> io::Result<()> {
     copied
 }
 
-/// What xenfs says of this domain.
+/// The file in which xenfs describes this domain.
 pub(super) const CAPABILITIES: &str = "proc/xen/capabilities";
 
 /// Whether this is a control domain, as far as that says.

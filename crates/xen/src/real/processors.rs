@@ -135,13 +135,13 @@ impl HostProcessors {
     /// One request, and what Xen has written over it.
     fn call(&mut self, sysctl: &mut uapi::Sysctl) -> io::Result<()> {
         let at = self.buffer.at::<uapi::Sysctl>(0);
-        // SAFETY: inside the buffer and aligned; nobody else has it.
+        // SAFETY: inside the buffer and aligned; no other code has it.
         unsafe { at.write_volatile(*sysctl) };
         let mut call =
             uapi::Hypercall { op: uapi::HYPERVISOR_SYSCTL, args: [at.addr() as u64, 0, 0, 0, 0] };
         // SAFETY: a structure of the kernel's layout. Xen reads the request in the buffer, and writes
-        // to it and to the places behind it, of which it was told how many there is room for. What it
-        // tells of one domain is far shorter than the room for all processors' times.
+        // to it and to the places behind it, of which it was told how many there is room for. Its answer
+        // about one domain is far shorter than the room for all processors' times.
         unsafe { uapi::ioctl(self.privcmd.as_fd(), uapi::HYPERCALL, &raw mut call) }?;
         // SAFETY: as for the write.
         *sysctl = unsafe { at.read_volatile() };

@@ -20,7 +20,7 @@ use super::wire::{
     Decoder, ErrorName, HEADER_BYTES, Message, MessageType, PAYLOAD_MAX, split_string,
 };
 
-/// Replies that nobody waits for any more and that have not come; with more, the server is gone.
+/// Replies that are not waited for any more and that have not come; with more, the server is gone.
 const ABANDONED_MAX: usize = 16;
 /// Bytes taken from the descriptor in one read. Nearly all messages are shorter. They are on the stack, which each
 /// thread with a connection keeps: a host has a thread for each disk.
@@ -291,7 +291,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Nobody waits for the reply to `id` any more.
+    /// The reply to `id` is not waited for any more.
     fn abandon(&mut self, id: u32) {
         if self.abandoned.len() == ABANDONED_MAX {
             self.dead = Some(format!("{ABANDONED_MAX} requests were never answered"));

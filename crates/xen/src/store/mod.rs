@@ -216,8 +216,8 @@ impl Store {
         self.session().get_permissions(path)
     }
 
-    /// Replaces the node's permissions: first its owner with the letter for everybody else, then
-    /// other domains with theirs (blkif.md 3.2).
+    /// Replaces the node's permissions: first its owner with the letter for domains that are not
+    /// listed, then other domains with theirs (blkif.md 3.2).
     ///
     /// # Errors
     /// [`StoreError::NotFound`] if there is no such node.

@@ -381,7 +381,7 @@ pub fn strings(mut payload: &[u8]) -> Option<Vec<&str>> {
 }
 
 /// One entry of a node's permissions: `n`one, `r`ead, `w`rite or `b`oth. The first entry's domain
-/// owns the node, and its letter is for everybody who is not listed (blkif.md 3.2).
+/// owns the node, and its letter is for all domains that are not listed (blkif.md 3.2).
 pub type Permission = (char, DomId);
 
 /// `b0\0n5\0`... as on the wire; `None` if a letter is not one of n, r, w, b.

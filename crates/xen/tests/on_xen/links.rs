@@ -19,7 +19,7 @@ fn connect(ring: &[GrantRef], port: &Port) -> Box<dyn Link> {
     Xen::new().connect(OWN, ring, port.number, &Moving::copy()).unwrap()
 }
 
-/// The byte that `Pages` hold at `at` before anybody writes them.
+/// The byte that `Pages` hold at `at` before a copy writes them.
 fn pattern(at: usize) -> u8 {
     (at / 512 % 251) as u8
 }

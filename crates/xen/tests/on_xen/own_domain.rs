@@ -11,7 +11,7 @@ use ferrite_xen::hypervisor::{DomId, GrantRef, PAGE_SIZE};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// Who grants, and to whom.
+/// The domain that grants, and that it grants to.
 pub(crate) const OWN: DomId = DomId(0);
 
 /// `IOCTL_GNTALLOC_ALLOC_GREF`.
