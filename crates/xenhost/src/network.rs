@@ -1,4 +1,4 @@
-//! What guests need for network interfaces, beside what all guests have.
+//! The parts that guests need for network interfaces, beside those that all guests have.
 
 use crate::XenHost;
 use anyhow::Result;

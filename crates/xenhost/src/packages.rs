@@ -43,7 +43,7 @@ pub fn as_root(program: &str) -> Command {
     }
     let mut command = Command::new("sudo");
     if !std::io::stdin().is_terminal() {
-        command.arg("-n"); // fail instead of asking nobody for a password
+        command.arg("-n"); // fail instead of asking for a password: there is no terminal
     }
     command.arg("--").arg(program);
     command

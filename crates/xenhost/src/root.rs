@@ -54,7 +54,7 @@ impl Suite {
             list.extend(["vdo", "dmsetup"].map(String::from));
             // A client of NBD with lengths of 64 bits.
             list.push("python3-libnbd".into());
-            // What has a disk on several hosts: iSCSI's initiator and a target besides the kernel's, multipath, volumes, DRBD.
+            // Disks on several hosts: iSCSI's initiator and a target besides the kernel's, multipath, volumes, DRBD.
             let shared =
                 ["tgt", "open-iscsi", "multipath-tools", "sg3-utils", "lvm2", "drbd-utils"];
             list.extend(shared.map(String::from));
