@@ -362,7 +362,7 @@ fn stage_plugin(plugin: &str, root: &Path) -> Result<()> {
 /// The newest version that has a day in CHANGELOG.md, with its changes, and the day.
 fn newest_version() -> Result<(String, String)> {
     let text = fs::read_to_string(steps::repository().join("CHANGELOG.md"))?;
-    // What is not released yet has no day.
+    // Changes that are not released yet have no day.
     let dated = |part: &&str| part.lines().next().is_some_and(|title| title.contains(" - "));
     let newest = text.split("\n## ").skip(1).find(dated);
     let newest = newest.context("CHANGELOG.md has no version with a day")?;

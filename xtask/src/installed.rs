@@ -1,5 +1,5 @@
-//! The Debian package, installed, upgraded, removed and purged by dpkg: its scripts run in a folder that has a shell,
-//! and programs in place of systemd's and the kernel's that record how they are called.
+//! The Debian package, installed, upgraded, removed and purged by dpkg. Its scripts run in a folder that has a shell.
+//! Programs in place of systemd's and the kernel's record there how they are called.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -12,7 +12,7 @@ use ferrite_xenhost::steps::{output, run_logged};
 
 use crate::needs;
 
-/// What the scripts call besides the shell's own programs.
+/// The programs that the scripts call, besides the shell's own.
 const RECORDED: [&str; 3] = ["systemctl", "systemd-tmpfiles", "modprobe"];
 /// The programs that they need besides a shell. busybox's own shell would not call [`RECORDED`].
 const APPLETS: [&str; 2] = ["rm", "rmdir"];

@@ -101,7 +101,7 @@ impl Part {
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     let wanted = |part: &Part| arguments.only.is_empty() || arguments.only.contains(part);
     let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(wanted).collect();
-    // The peers are what is here of them, and Ceph's programs have a list of their own.
+    // The peers are those that are installed, and Ceph's programs have a list of their own.
     if chosen != [Part::Peers] && chosen != [Part::Rbd] {
         packages::ensure(&[packages::XEN_HOST, needs::DIST, needs::CHECKS])?;
     }

@@ -307,7 +307,7 @@ END
             unshare --mount bash -euo pipefail mounts
         "#,
     },
-    // It fails unless what is written is what is there.
+    // It fails unless the data that are written are there already.
     Peer {
         name: "nbdkit-checkwrite",
         ways: Ways::Socket,
@@ -333,7 +333,7 @@ END
     filter!("stats", "statsfile=stats"),
 ];
 
-/// Runs all checks; each is added to `cases`. What is not installed is named, and is no failure.
+/// Runs all checks; each is added to `cases`. A program that is not installed is named, and is no failure.
 ///
 /// # Errors
 /// The number of checks that failed.
@@ -389,7 +389,7 @@ fn is_here(need: &str) -> bool {
     if need.starts_with('/') { Path::new(need).exists() } else { find(need).is_some() }
 }
 
-/// What all checks are given.
+/// The arguments of all checks.
 struct Given {
     ferrite: PathBuf,
     data: PathBuf,

@@ -1,5 +1,6 @@
-//! A Linux guest of QEMU whose disk is an export by vhost-user: ours, killed again and again, that of a daemon, whose worker
-//! is, and the one of qemu-storage-daemon, which shows that the script is right. The guest's kernel and programs are those of the Xen host.
+//! A Linux guest of QEMU whose disk is an export by vhost-user. The export is ours, which is killed again and again, or
+//! a daemon's, whose worker is killed. That of qemu-storage-daemon shows that the script is right. The guest's kernel
+//! and programs are those of the Xen host.
 
 use std::fs;
 use std::process::Command;

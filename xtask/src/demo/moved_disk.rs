@@ -64,7 +64,7 @@ pub(super) fn show(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let known = bench.xenhost.sh(&format!("ferrite migrate list --json --run-dir {RUN}"))?;
     let known: Value = serde_json::from_str(&known).with_context(|| format!("odd: {known}"))?;
     let id = known["migrations"][0]["id"].as_str().with_context(|| format!("no id: {known}"))?;
-    // The export of the disk ends. Nobody uses it any more.
+    // The export of the disk ends: no guest uses it any more.
     bench.xenhost.sh(&format!("ferrite migrate forget {id} --run-dir {RUN}"))?;
     bench.xenhost.wait_until("an image at rest", &format!("ferrite image check {THERE}"), 60)?;
     bench.xenhost.sh(&format!("kill -TERM {second}"))?;

@@ -51,7 +51,7 @@ fn kill(bench: &mut Bench<'_>, disk: &Disk, pids: &str, what: &str) -> Result<()
 fn begin_death(bench: &mut Bench<'_>, disk: &Disk, pids: &str) -> Result<String> {
     let old = bench.xenhost.sh(&format!("old=$({}); kill -9 {pids}; echo $old", disk.worker()))?;
     if old.is_empty() {
-        bail!("nobody serves the disk");
+        bail!("no process serves the disk");
     }
     Ok(old)
 }
@@ -180,7 +180,7 @@ fn nothing_is_left(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
          grep '^State:.Z' /proc/$child/status; done; done; true",
         keeper(disk)
     );
-    expect_eq("processes that nobody waited for", &bench.xenhost.sh(&dead)?.as_str(), &"")
+    expect_eq("zombies of the daemon and the keeper", &bench.xenhost.sh(&dead)?.as_str(), &"")
 }
 
 fn open_files(bench: &mut Bench<'_>, pid: &str) -> Result<u32> {

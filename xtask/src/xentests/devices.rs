@@ -43,7 +43,7 @@ fn kill_daemon(bench: &mut Bench<'_>) -> Result<()> {
     deaths::kill_daemon(bench, &daemon)
 }
 
-/// What is left of the disk is its image, which other programs find whole.
+/// Only the image of the disk is left, and other programs find it whole.
 fn unmount_and_check(bench: &mut Bench<'_>, device: &str, check: &str) -> Result<()> {
     bench.xenhost.sh_for(
         &format!(
@@ -94,8 +94,8 @@ fn deaths(bench: &mut Bench<'_>, by: &str, connections: [u32; 2]) -> Result<()> 
     Ok(())
 }
 
-/// The journal of an image that was closed is gone. The evidence is who holds one that is not, and what became of its
-/// workers.
+/// The journal of an image that was closed is gone. The evidence is the processes that hold one that is not, and the
+/// end of its workers.
 fn nothing_is_left(bench: &mut Bench<'_>, what: &str) -> Result<()> {
     let left = bench.xenhost.sh(
         "cd /run/ferrite/images && for file in $(ls); do ls -il $file; od -A d -t x8z -N 512 $file; \
@@ -112,7 +112,7 @@ fn nothing_is_left(bench: &mut Bench<'_>, what: &str) -> Result<()> {
 fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
     let device = make(bench, "nbd", 1)?;
-    // Somebody else's device stands beside it.
+    // Another program's device is beside it.
     bench.xenhost.sh("set -e; qemu-img create -q -f raw /lab/other.raw 8M; \
          qemu-nbd -f raw -k /tmp/other.sock --persistent --fork /lab/other.raw; \
          nbd-client -unix /tmp/other.sock /dev/nbd9 2>&1")?;
@@ -158,8 +158,8 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     cleaned_without_record(bench, &device)
 }
 
-/// A device without a record: its daemon has died in between, and somebody has removed the file. The next daemon knows it
-/// by what the kernel keeps for it.
+/// A device without a record: its daemon has died in between, and the file was removed. The next daemon knows it by
+/// the data that the kernel keeps for it.
 fn cleaned_without_record(bench: &mut Bench<'_>, device: &str) -> Result<()> {
     kill_daemon(bench)?;
     bench.xenhost.sh("rm -r /run/ferrite/devices")?;
@@ -208,8 +208,8 @@ fn cleaned_ublk(bench: &mut Bench<'_>) -> Result<()> {
     cleaned_without_record(bench, &device)
 }
 
-/// A device keeps the size that it was made with. What is mounted goes on, also after the worker's death that ends the
-/// connections of before the growth; the next device is as large as the disk.
+/// A device keeps the size that it was made with. A mounted file system goes on, also after the worker's death that
+/// ends the connections of before the growth. The next device is as large as the disk.
 fn grown(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
     let device = make(bench, "nbd", 1)?;
@@ -277,8 +277,8 @@ fn as_printed(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh(check).map(drop)
 }
 
-/// Every kernel makes a device by its NBD client. One without the ublk driver is named as the reason, also by the doctor,
-/// with what does the same.
+/// Every kernel makes a device by its NBD client. Without a ublk driver the error and the doctor say so.
+/// The error names `--by nbd`, which does the same.
 fn kinds(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
     let device = make(bench, "nbd", 1)?;

@@ -40,8 +40,8 @@ kill $(pgrep -x iscsid)
 rm -rf /lab/lun /lab/b-records /var/lib/ferrite/fences
 ";
 
-/// LIO, by its folders in configfs. What it has written of registrations is told to it when it comes again, as its tools do:
-/// before the LUN has a target, since LIO takes it at no other time.
+/// LIO, by its folders in configfs. When it comes again, it is told the registrations that it has written, as its tools
+/// do: before the LUN has a target, since LIO takes them at no other time.
 pub(super) const LIO: &str = "
 modprobe -a target_core_file iscsi_target_mod
 mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
@@ -180,7 +180,7 @@ fn of_lio(bench: &mut Bench<'_>) -> Result<()> {
     says(bench, &attach(&guest, &ours), "another host has it reserved")?;
     let _ = bench.xenhost.dom0(&format!("xl block-detach {} xvdb", guest.name()), 60)?;
     bench.xenhost.sh(&format!("ferrite fence release {theirs} --records /lab/b-records"))?;
-    says(bench, &format!("ferrite fence status {theirs} --records /lab/b-records"), "nobody")?;
+    says(bench, &format!("ferrite fence status {theirs} --records /lab/b-records"), "no host")?;
     bench.xenhost.dom0(LOGOUTS, 120)?;
     bench.xenhost.sh_for(&LIO_AWAY.replace("TARGET", TARGET), 120)?;
     bench.xenhost.sh("rm -f $(cat /sys/kernel/config/target/dbroot)/pr/*").map(drop)
@@ -206,7 +206,7 @@ fn of_tgt(bench: &mut Bench<'_>) -> Result<()> {
     says(bench, &format!("ferrite fence status {theirs}"), "reserved    this host")?;
     says(bench, &format!("ferrite disk show {}/xvdb", guest.name()), "weak-reservation")?;
     bench.xenhost.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
-    says(bench, &format!("ferrite fence status {theirs}"), "nobody")?;
+    says(bench, &format!("ferrite fence status {theirs}"), "no host")?;
     bench.xenhost.dom0(LOGOUTS, 120)?;
     bench.xenhost.dom0("kill -KILL $(pgrep -x tgtd); rm -f /lab/lun /tmp/tgtd.log", 60).map(drop)
 }

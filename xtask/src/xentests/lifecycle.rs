@@ -63,7 +63,7 @@ fn nothing_left_open(bench: &mut Bench<'_>) -> Result<()> {
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
     let mut disk = bench.attach(&guest, DiskOptions::new(&image, "xvda"))?;
     disk.wait_backend_state(bench.xenhost, 2)?;
-    let Some(pid) = disk.pid() else { bail!("nobody serves the disk") };
+    let Some(pid) = disk.pid() else { bail!("no process serves the disk") };
     let before = open_files(bench, pid)?;
     guest.unpause(bench.xenhost)?;
     guest.wait_ready(bench.xenhost)?;

@@ -390,7 +390,7 @@ impl<'a> Bench<'a> {
         self.xenhost.sh_for(destroy, 180)?;
         self.xenhost
             .wait_until("every guest gone, no zombie", "[ $(xl list | wc -l) = 2 ]", 60)
-            .with_context(|| "a domain stays: somebody still holds its memory")?;
+            .with_context(|| "a domain stays: its memory is still in use")?;
         self.stop_daemon()?;
         // Backends end by themselves after their guests.
         let ended = self.xenhost.dom0(&format!("timeout 20 sh -c '{ENDED}'"), 30)?.status == 0;

@@ -40,7 +40,7 @@ fn verify(
 fn pages(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
     match disk.pid() {
         Some(pid) => pages_of(bench, &pid.to_string()),
-        None => bail!("nobody serves the disk"),
+        None => bail!("no process serves the disk"),
     }
 }
 
@@ -156,6 +156,6 @@ fn switched_off(bench: &mut Bench<'_>) -> Result<()> {
     verify(bench, &mut guest, &disk)?;
     match pages(bench, &disk)? {
         0 => Ok(()),
-        pages => bail!("{pages} own pages, which nobody wants"),
+        pages => bail!("{pages} own pages in spite of --own-grants=false"),
     }
 }

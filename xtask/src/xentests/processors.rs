@@ -81,7 +81,7 @@ fn attach(
 
 /// The processor time of the disk's process, in dom0's clock ticks.
 fn processor_ticks(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
-    let pid = disk.pid().context("nobody serves the disk")?;
+    let pid = disk.pid().context("no process serves the disk")?;
     Ok(bench.xenhost.sh(&format!("awk '{{print $14+$15}}' /proc/{pid}/stat"))?.parse()?)
 }
 

@@ -123,7 +123,7 @@ fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
         }
     }
     let worker = bench.xenhost.sh(&disk.worker())?;
-    expect_eq("who serves the second disk", &bench.xenhost.sh(&beside.worker())?, &worker)?;
+    expect_eq("the worker of the second disk", &bench.xenhost.sh(&beside.worker())?, &worker)?;
     for command in ["snapshot {}#a tuesday", "check --deep {}", "gc {}"] {
         let command = command.replace("{}", STORE);
         bench.xenhost.sh_for(&format!("ferrite store {command}"), 300)?;
@@ -141,7 +141,7 @@ fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh(&format!("xl block-attach {name} '{again}'"))?;
     wait_for_node(bench.xenhost, &mut two, &beside)?;
     expect_eq("the disk that came again", &two.sh(bench.xenhost, &whole, 300)?, &before)?;
-    expect_eq("who serves the first disk", &bench.xenhost.sh(&disk.worker())?, &worker)?;
+    expect_eq("the worker of the first disk", &bench.xenhost.sh(&disk.worker())?, &worker)?;
     stop_verifying(bench, &mut one, &of_one, &kept)?;
     for guest in [&mut one, &mut two] {
         guest.check_blkfront(bench.xenhost)?;

@@ -92,7 +92,7 @@ fn is_read_only(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result
         bail!("a write succeeded on a disk that xl has attached with access=r");
     }
     expect_eq("the image's checksum", &bench.xenhost.sh(&sum)?, &before)?;
-    let Some(pid) = disk.pid() else { bail!("nobody serves the disk") };
+    let Some(pid) = disk.pid() else { bail!("no process serves the disk") };
     // The last digit of the flags: 0 is O_RDONLY.
     let modes = format!(
         "for fd in /proc/{pid}/fd/*; do [ \"$(readlink $fd)\" = {} ] && \
