@@ -13,7 +13,7 @@ set -euo pipefail
 # Guessed before the first run: dissect reads it, since its source names the feature.
 # Seen: dissect.hypervisor 3.16 opens the image, and each read raises a TypeError: in a cluster that is there, and in one
 #       that is not but whose table exists. Only a whole table that is absent is read (as zeros).
-#       libqcow-python 20260703 says at opening that it does not know the feature, which is what the format asks for.
+#       libqcow-python 20260703 says at opening that it does not know the feature, as the format asks for.
 # So for these images try a read before a tool that stands on dissect is chosen; that it opens them says nothing.
 #
 # Needs python3 with venv; qemu-img checks the image where it is installed. Ends with 1 if the behaviour has changed.

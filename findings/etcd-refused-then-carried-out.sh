@@ -38,7 +38,7 @@ for i in 0 1 2; do
 done
 ask() { curl -s -m 20 -o body -w '%{http_code}' "http://127.0.0.1:${ports[$1]}/v3/$2" -d "$3"; }
 for _ in $(seq 100); do [ "$(ask 0 kv/range '{"key":"YQ=="}')" = 200 ] && break; sleep 0.3; done
-# The one that leads: its own identifier is that of the leader.
+# The server that leads: its own identifier is that of the leader.
 leader=$(for i in 0 1 2; do
     ask $i maintenance/status '{}' > /dev/null
     python3 -c 'import json; s = json.load(open("body")); print(s["leader"] == s["header"]["member_id"])' | grep -q True && echo $i

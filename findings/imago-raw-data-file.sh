@@ -12,7 +12,7 @@ set -euo pipefail
 # Guessed before the first run: imago writes zeros only into its tables, and leaves the bit: an image that breaks its promise.
 # Seen: it clears the bit already when the image is opened for writing, as the format asks for, and then writes zeros only into
 #       the tables. Nothing is printed, and no call tells of it. qemu-img keeps the bit, and writes the zeros into the data file.
-# So what reads the data file alone has to look at the bit each time: any program may have cleared it.
+# So a program that reads the data file alone has to look at the bit each time: any program may have cleared it.
 #
 # Needs cargo and qemu-img. Ends with 1 if the behaviour has changed.
 

@@ -9,7 +9,8 @@ set -euo pipefail
 #
 # Guessed before the first run: both give the size of the file.
 # Seen: INFO gives 0, on a connection of its own and on one that goes on with GO. Programs that list a server's exports ask
-#       by INFO: `nbdinfo --list` and `qemu-nbd --list` show 0 bytes for each. What uses a disk asks by GO, and is right.
+#       by INFO: `nbdinfo --list` and `qemu-nbd --list` show 0 bytes for each. Programs that use a disk
+#       ask by GO, and get the right size.
 # So take no size from a list of nbd-server's exports, and no size of 0 for an empty disk.
 #
 # Needs python3, apt-get and dpkg. Ends with 1 if the behaviour has changed.

@@ -9,7 +9,7 @@ set -euo pipefail
 #
 # Guessed before the first run: QEMU, whose developers wrote that part of the protocol, sets it.
 # Seen: it does not. A server that goes by the flag takes the data for further requests: all writes of QEMU fail, and
-#       what its guest writes is read as commands. QEMU's own server tolerates it.
+#       the data of its guest are read as commands. QEMU's own server tolerates it.
 # So take a WRITE for one with data, whatever its flags are.
 #
 # Needs python3, apt-get, dpkg, and Debian 13's packages where this machine gets its own. Ends with 1 if the behaviour has

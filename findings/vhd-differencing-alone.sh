@@ -6,7 +6,7 @@ set -euo pipefail
 
 # A differencing VHD read without its parent: which readers say that something is missing?
 #
-# A differencing VHD (type 4) has only what was written since it was made; the rest is in its parent. Here the parent is
+# A differencing VHD (type 4) has only the data written since it was made; the rest is in its parent. Here the parent is
 # not there at all. The child has one block of two, the parent would have the other.
 #
 # Guessed before the first run: libvhdi raises an error at a read, dissect opens it and gives zeros. QEMU: no guess.

@@ -12,8 +12,8 @@ set -euo pipefail
 #
 # Guessed before the first run: all three ignore the bitmap of a dynamic disk and give 0xaa.
 # Seen: libvhdi-python 20260901 gives zeros. dissect.hypervisor 3.16 and qemu-img 7.2.22 give 0xaa.
-# So a copy by qemu-img and a copy by libvhdi of the same file differ. It matters to those who compare hashes of
-# images, and to writers: whoever leaves old bytes behind a bit 0 is read differently from program to program.
+# So a copy by qemu-img and a copy by libvhdi of the same file differ. This matters to users who compare hashes
+# of images, and to programs that write VHDs: readers disagree on an image with old bytes behind a bit 0.
 #
 # Needs python3 with venv; qemu-img is asked where it is installed. Ends with 1 if the behaviour has changed.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finding: Xen Orchestra's reader of qcow2 gives the compressed bytes as data of the disk.
 # Versions: @xen-orchestra/qcow2 1.3.1, @xen-orchestra/disk-transform 1.3.3 (npm, pinned below), qemu-img 7.2.22.
-# Seen: four clusters of aa, compressed, are read as streams of deflate with what follows them in the file.
+# Seen: four clusters of aa, compressed, are read as streams of deflate with the bytes that follow in the file.
 set -euo pipefail
 
 # `qemu-img convert -c` compresses the clusters of an image. Bit 62 of an L2 entry says so: the low bits are the place of the

@@ -6,7 +6,7 @@
 set -euo pipefail
 
 # With extended L2 entries (incompatible feature, bit 4) an entry has 16 bytes: the place of the cluster, and two bits for
-# each of its 32 subclusters, "it is here" and "it reads as zeros". What is not here is the parent's.
+# each of its 32 subclusters, "it is here" and "it reads as zeros". A subcluster with neither is the parent's.
 #
 # Guessed before the first run: the reader opens the image, steps over the second half of each entry, and takes the whole
 #   cluster as written, so the rest of it is zeros.

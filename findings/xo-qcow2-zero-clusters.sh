@@ -10,7 +10,7 @@ set -euo pipefail
 # Guessed before the first run: without a place the cluster counts as absent, so a chain shows the parent's data. With a
 #   place the old data are returned.
 # Seen: as guessed, and no error in either case. qemu-io reads zeros from both.
-# So a copy of a chain that was made with this library brings back what the guest has deleted, and its hash differs from
+# So a copy of a chain that was made with this library brings back data that the guest has deleted, and its hash differs from
 # qemu-img's. Compare such a copy with `qemu-img compare` before the source is deleted.
 #
 # Needs node 20, npm and qemu-utils. Ends with 1 if the behaviour has changed.
