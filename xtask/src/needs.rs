@@ -19,6 +19,8 @@ pub(crate) const CHECKS: &[Need] = &[
     ("openssl", "openssl"),
     ("etcd", "etcd-server"),
     ("etcdctl", "etcd-client"),
+    ("ip", "iproute2"),
+    ("nft", "nftables"),
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
