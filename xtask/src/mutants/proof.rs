@@ -65,11 +65,13 @@ impl Proof {
         let (build, run) = (copy.fresh_log("build")?, copy.fresh_log("run")?);
         match self {
             Proof::Test { package, target, name } => {
-                let mut test = copy.cargo();
-                test.args(["test", "--locked", "--no-run", "--package", package]).args(target);
-                run_logged(&mut test, &build).context("it does not compile")?;
-                let mut test = copy.cargo();
-                test.args(["test", "--locked", "--package", package]).args(target);
+                let cargo = || {
+                    let mut test = copy.cargo();
+                    test.args(["test", "--locked"]).args(packages(package, target)).args(target);
+                    test
+                };
+                run_logged(cargo().arg("--no-run"), &build).context("it does not compile")?;
+                let mut test = cargo();
                 // All rounds: those of a commit need not meet each mutant.
                 test.args(["--", "--exact", name]).env("FERRITE_TEST_SCALE", "5");
                 let end = limited(&mut test, &run, stop)?;
@@ -84,12 +86,21 @@ impl Proof {
             }
             Proof::Stories(arguments) => {
                 let mut sim = copy.cargo();
-                sim.args(["build", "--locked", "--package", "ferrite-sim"]);
+                sim.args(["build", "--locked", "--workspace", "--bin", "ferrite-sim"]);
                 run_logged(&mut sim, &build).context("it does not compile")?;
                 let end = limited(Command::new(copy.simulator()).args(arguments), &run, stop)?;
                 told(end, &fs::read_to_string(&run)?)
             }
         }
+    }
+}
+
+/// The packages whose features count. Those of the whole workspace are the same for each mutant, so dependencies are
+/// compiled once. A package's own are for its unit tests, as cargo would build the unit tests of all others as well.
+fn packages<'a>(package: &'a str, target: &[String]) -> Vec<&'a str> {
+    match target.first().map(String::as_str) {
+        Some("--test") => vec!["--workspace"],
+        _ => vec!["--package", package],
     }
 }
 
