@@ -6,7 +6,8 @@ use anyhow::Result;
 /// The module and `ip` as `iproute2`, once in a boot: the shell of guests takes its own `ip`, which knows little.
 const ADD: &str = "set -e; [ ! -e /tmp/net ] || exit 0; lib=usr/lib/x86_64-linux-gnu; \
      mkdir -p /tmp/net/usr/lib/modules /tmp/net/$lib /tmp/net/bin; cd /tmp/net; \
-     busybox xzcat $(modinfo -n xen-netfront) >usr/lib/modules/xen-netfront.ko; \
+     module=$(modinfo -n xen-netfront); \
+     case $module in *.xz) busybox xzcat $module ;; *) cat $module ;; esac >usr/lib/modules/xen-netfront.ko; \
      cp -L $(command -v ip) bin/iproute2; \
      for library in $(ldd bin/iproute2 | grep -o '/[^ ]*' | grep -vE 'libc\\.so|ld-linux'); do \
      cp -L $library $lib/; done; \

@@ -1,5 +1,6 @@
 //! Disks that domain 0 uses itself, by the kernel's NBD client.
 
+use super::fenced::has;
 use super::{Bench, Case, ferrite};
 use anyhow::{Context, Result};
 use ferrite_xenhost::disk::ended;
@@ -71,8 +72,11 @@ const EXTENDED: [&str; 7] = [
     "assert h.pread(65536, 5 << 30) == bytes(65536)",
 ];
 
-/// The libnbd of Debian 12 does not know them.
+/// The libnbd of Debian 12 does not know them, so its host has no nbdsh.
 fn extended(bench: &mut Bench<'_>) -> Result<()> {
+    if !has(bench, "nbdsh")? {
+        return Ok(());
+    }
     let (image, socket) = ("/lab/extended.qcow2", "/tmp/extended.sock");
     bench.xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 8G"))?;
     let pid = export(bench, image, socket)?;

@@ -2,6 +2,7 @@
 
 use super::{Bench, Kind, Peer, with_network};
 use crate::xentests::guests::has_migrated;
+use crate::xentests::toolstack::xl_knows_us;
 use anyhow::{Context as _, Result};
 use ferrite_xenhost::guest::{Follow, GuestOptions};
 use ferrite_xenhost::network;
@@ -13,6 +14,9 @@ pub(super) fn migrates(bench: &mut Bench<'_>) -> Result<()> {
 
 /// xl starts a guest again if it has a disk; the disk is the daemon's.
 pub(super) fn reboots(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
     bench.start_daemon()?;
     with_network(bench, "", |bench, _| {
         let image = bench.image(64)?;
