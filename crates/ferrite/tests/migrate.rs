@@ -309,6 +309,11 @@ fn dies(places: &Places, at: (Option<Step>, Option<Step>), moves: bool) {
     let _ = command.kill();
     command.wait().unwrap();
     load.end();
+    if moves {
+        there.restart();
+        let after = there.only();
+        assert!(after.over && after.holder == Holder::Here, "{at:?}: {after:?}");
+    }
     lab.detach();
 }
 

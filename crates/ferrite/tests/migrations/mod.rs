@@ -281,6 +281,14 @@ impl There {
         ended
     }
 
+    /// Kills the daemon, and starts the next one.
+    pub fn restart(&mut self) {
+        let mut daemon = self.daemon.take().unwrap();
+        daemon.kill().unwrap();
+        daemon.wait().unwrap();
+        self.start(None);
+    }
+
     pub fn image(&self, name: &str) -> String {
         self.host.image(name).to_str().unwrap().to_owned()
     }
