@@ -15,7 +15,7 @@ use super::stop::Stop;
 use ferrite_xenhost::steps::run_logged;
 
 /// The time limit of a test: some mutants make it hang.
-const LIMIT: Duration = Duration::from_secs(900);
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// The memory limit of a test, far above its need.
 const MEMORY_BYTES: u64 = 4 << 30;

@@ -129,7 +129,7 @@ impl Task {
         let discards = shared.device.discards.begin();
         let (offset, bytes) = (self.work.offset(), self.work.bytes());
         let mut done = 0;
-        while done < bytes && !shared.ends_discards() {
+        while done < bytes {
             let turn = discards.turn(&self.port.io).await?;
             if shared.ends_discards() {
                 break;

@@ -219,10 +219,14 @@ fn descriptors_that_make_no_sense_break_their_queue_until_the_driver_starts_agai
             d.put_desc(d.desc_at(), GUEST_BASE + d.header_at(0) as u64 + 32, 16, NEXT | WRITE, 1);
         }),
         ("table and more", |d| d.put_desc(d.desc_at(), GUEST_BASE, 32, TABLE | NEXT, 1)),
+        // It is a request but for that flag.
         ("table in a table", |d| {
-            let table = d.header_at(0) + 64;
-            d.put_desc(table, GUEST_BASE + table as u64, 16, TABLE, 0);
-            d.put_desc(d.desc_at(), GUEST_BASE + table as u64, 16, TABLE, 0);
+            let (header, table) = (d.header_at(0), d.header_at(0) + 64);
+            let guest = |at: usize| GUEST_BASE + at as u64;
+            d.put_desc(table, guest(header), 16, NEXT, 1);
+            d.put_desc(table + 16, guest(d.data_at(0)), 512, NEXT | TABLE, 2);
+            d.put_desc(table + 32, guest(header + 32), 1, WRITE, 0);
+            d.put_desc(d.desc_at(), guest(table), 48, TABLE, 0);
         }),
         ("table of half a descriptor", |d| d.put_desc(d.desc_at(), GUEST_BASE, 24, TABLE, 0)),
         ("table of millions", |d| d.put_desc(d.desc_at(), GUEST_BASE, 16 << 20, TABLE, 0)),

@@ -325,8 +325,8 @@ fn pages_in_a_pair_whose_space_pages_were_damaged_are_not_damage() {
     let store = Store::new(true);
     let superblock = store.superblock();
     let (segment, _) = superblock.layout.segment_of(superblock.roots.p2m.unwrap().place).unwrap();
-    for half in [segment, segment + 1] {
-        store.flip(superblock.layout.space_page(half, 0));
+    for (half, home) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        store.flip(superblock.layout.space_page(segment + half, home));
     }
     let (port, mut reactor) = open(&store);
     let write_some = async {
