@@ -73,7 +73,8 @@ impl Proof {
                 run_logged(cargo().arg("--no-run"), &build).context("it does not compile")?;
                 let mut test = cargo();
                 // All rounds, and tests of the night: those of a commit need not meet each mutant.
-                test.args(["--", "--include-ignored", "--exact", name]).env("FERRITE_TEST_SCALE", "5");
+                test.args(["--", "--include-ignored", "--exact", name])
+                    .env("FERRITE_TEST_SCALE", "5");
                 let end = limited(&mut test, &run, stop)?;
                 let text = fs::read_to_string(&run)?;
                 Ok(match end {

@@ -200,6 +200,30 @@ fn a_write_that_ends_during_a_flush_is_not_covered_by_it() {
     pair.ends_equal(disk);
 }
 
+/// Write and flush end in any order.
+#[test]
+fn a_write_that_was_under_way_when_a_flush_began_is_not_covered_by_it() {
+    for _ in 0..20 {
+        let (pair, disk) = Pair::in_step("img", "img");
+        let target = pair.session(&disk).port().files[1];
+        let waits = |kind| Ops::among(&[kind]).on(target).meet(Fault::Held(None)).once();
+        pair.faults.set([waits(Kind::Write), waits(Kind::Sync)]);
+        let held = pair.faults.hold();
+        pair.faults.forget();
+        std::thread::scope(|scope| {
+            scope.spawn(|| pair.session(&disk).write(MIB, &[1; 4096]).unwrap());
+            pair.faults.wait_for(Kind::Write, 1);
+            scope.spawn(|| pair.session(&disk).flush().unwrap());
+            pair.faults.wait_for(Kind::Sync, 1);
+            drop(held);
+        });
+        drop(disk);
+        let disk = pair.open();
+        assert_eq!(pair.status().left, 1);
+        pair.ends_equal(disk);
+    }
+}
+
 #[test]
 fn a_write_that_the_target_refuses_is_answered_and_copied_later() {
     for errno in [EIO, ENOSPC] {
