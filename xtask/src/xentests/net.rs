@@ -23,8 +23,6 @@ const LOG: &str = "/tmp/net.log";
 const PINGS: [u32; 12] = [1, 56, 1000, 1472, 1473, 4000, 4096, 8191, 9000, 16_000, 40_000, 65_507];
 /// MiB of a checksummed stream.
 const STREAM_MIB: u32 = 8;
-/// The same for PVH guests, to which the emulator gives a tenth of the rate.
-const SLOW_STREAM_MIB: u32 = 2;
 
 fn two_guests(bench: &mut Bench<'_>, kind: Kind) -> Result<()> {
     with_network(bench, "", |bench, network| steps(bench, network, kind))
@@ -200,16 +198,15 @@ fn packet_bytes(bench: &mut Bench<'_>, peer: &Peer, since: &mut (u64, u64)) -> R
 
 fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()> {
     let mut peers = [Peer::start(bench, kind, 1)?, Peer::start(bench, kind, 2)?];
-    // TCP fills a packet only as far as its rate asks for. That of emulated PVH guests asks for one segment.
-    let is_fast = matches!(kind, Kind::Pv);
-    let mib = if is_fast { STREAM_MIB } else { SLOW_STREAM_MIB };
     let mut seen = (0, 0);
     say("  pings, and streams with segmentation");
     let [first, second] = &mut peers;
     first.ping(bench, second, &PINGS).context("pings")?;
     packet_bytes(bench, &peers[0], &mut seen)?;
-    streams(bench, &mut peers, mib, |_| Ok(())).context("streams")?;
+    streams(bench, &mut peers, STREAM_MIB, |_| Ok(())).context("streams")?;
     let mean = packet_bytes(bench, &peers[0], &mut seen)?;
+    // TCP fills a packet only as far as its rate asks for. That of emulated PVH guests asks for one segment.
+    let is_fast = matches!(kind, Kind::Pv);
     ensure!(
         mean > 1600 || !is_fast,
         "a packet has {mean} bytes: segmentation is not left to the receiver"
@@ -219,7 +216,7 @@ fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()>
     for peer in &mut peers {
         peer.sh(bench, "iproute2 link set eth0 gso_max_segs 1", 30)?;
     }
-    streams(bench, &mut peers, mib / 2, |_| Ok(())).context("without segmentation")?;
+    streams(bench, &mut peers, STREAM_MIB / 2, |_| Ok(())).context("without segmentation")?;
     let mean = packet_bytes(bench, &peers[0], &mut seen)?;
     ensure!(mean < 1515, "a packet has {mean} bytes although the guest segments");
     for peer in &mut peers {
@@ -227,10 +224,10 @@ fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()>
     }
     let [first, second] = &mut peers;
     first.ping(bench, second, &PINGS).context("pings with large frames")?;
-    streams(bench, &mut peers, mib, |_| Ok(())).context("large frames")?;
+    streams(bench, &mut peers, STREAM_MIB, |_| Ok(())).context("large frames")?;
 
     say("  the process killed under both streams");
-    streams(bench, &mut peers, 2 * mib, |bench| {
+    streams(bench, &mut peers, 2 * STREAM_MIB, |bench| {
         bench.xenhost.sh("sleep 1")?;
         network.end(bench, "KILL")?;
         *network = Network::start(bench, network.options)?;
@@ -243,7 +240,7 @@ fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()>
     peers[0].attach(bench)?;
     let [first, second] = &mut peers;
     first.ping(bench, second, &[56, 65_507]).context("attached again")?;
-    streams(bench, &mut peers, mib / 2, |_| Ok(())).context("attached again")?;
+    streams(bench, &mut peers, STREAM_MIB / 2, |_| Ok(())).context("attached again")?;
 
     say("  a guest destroyed under a stream");
     let [mut first, second] = peers;

@@ -331,6 +331,9 @@ mod tests {
         }
         let null = File::options().read(true).write(true).open("/dev/zero").unwrap();
         assert_eq!(Memory::map(&null, 0, 4096).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        // A file of 4096 bytes on a file system that is neither.
+        let other = File::open("/sys/devices/system/cpu/online").unwrap();
+        assert_eq!(Memory::map(&other, 0, 4096).unwrap_err().kind(), io::ErrorKind::InvalidInput);
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         assert!(Memory::map(&pipe, 0, 4096).is_err());
     }
