@@ -190,7 +190,8 @@ impl<W: Ordered> Slots<W> {
         self.find(view, |words| std::array::from_fn(|i| words[at + i].load()))
     }
 
-    /// The same, as many words as `to` has. `false`: a miss, and the content of `to` is of no use.
+    /// Fills `to` with the words of a leaf from `at` on, all of one time. `false`: a miss, and the content of `to` is of
+    /// no use.
     ///
     /// # Panics
     /// If the page ends before.

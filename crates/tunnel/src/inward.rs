@@ -55,7 +55,7 @@ type Waiting = HashMap<String, SyncSender<Answer>>;
 struct Shared {
     starter: OwnedFd,
     how: Inward,
-    /// The rights that the server is told of each client.
+    /// The rights of each client, which the tunnel sends to the server.
     restriction: Option<Restriction>,
     /// The hosts of which a client's certificate has to be one. Empty: any.
     peers: Vec<String>,

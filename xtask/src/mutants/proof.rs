@@ -72,7 +72,7 @@ impl Proof {
                 };
                 run_logged(cargo().arg("--no-run"), &build).context("it does not compile")?;
                 let mut test = cargo();
-                // All rounds, and tests of the night: those of a commit need not meet each mutant.
+                // With all rounds, also tests of the night: a commit's fewer rounds need not notice each mutant.
                 test.args(["--", "--include-ignored", "--exact", name])
                     .env("FERRITE_TEST_SCALE", "5");
                 let end = limited(&mut test, &run, stop)?;

@@ -16,8 +16,8 @@ pub(super) fn check(volumes: &[VolumeInfo], name: &StoreName, snap: &Name) -> Re
     if !is_fit || descends(volumes, snap, volume) || descends(volumes, volume, snap) {
         return Ok(());
     }
-    let (of, snap) = (&volume.name, &snap.name);
-    let why = match find(snap).and_then(|snap| snap.origin.as_ref()) {
+    let (of, origin, snap) = (&volume.name, &snap.origin, &snap.name);
+    let why = match origin {
         Some(origin) => format!("{snap} is a snapshot of {origin}, not of {of}"),
         None => format!("the store does not say that {snap} is a snapshot of {of}"),
     };

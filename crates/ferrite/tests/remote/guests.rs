@@ -99,7 +99,7 @@ fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not
     assert!(why.contains("does not allow disks of the server 192.0.2.1:10809"), "{why}");
     assert!(help.contains("add \"192.0.2.1:10809\" to servers below [nbd]"), "{help}");
     far.host.detach(&elsewhere);
-    // The same for a pool of a cluster, before any process reads the files that the name names.
+    // A pool of a cluster that the configuration does not list is refused before any process reads the files in its name.
     let elsewhere = far.host.attach(1, 2, "aio:rbd:p/i?conf=/nonexistent");
     let failed = far.host.wait_for_phase(&elsewhere, PhaseName::Failed);
     let help = failed.help.unwrap();

@@ -1,8 +1,8 @@
 //! The answering end: a keeper opens for its worker what the policy allows.
 //!
 //! The file that a name leads to is opened for its path first, which waits for no other process and
-//! changes nothing. The kernel says what that is and where, the policy judges it, and the very same file
-//! is opened for what was asked. So a link that is swapped meanwhile leads nowhere.
+//! changes nothing. The kernel gives the type and the place of that file, and the policy judges them. Then the same file
+//! is opened with the access that the worker asked for. So a link that is swapped meanwhile has no effect.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

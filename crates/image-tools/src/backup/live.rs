@@ -33,7 +33,7 @@ use crate::{ImageTools, MapChange, broken, parent_dir, refused};
 const RECORD: &str = ".ferrite-backup-record";
 /// The part of a snapshot's name before the extension.
 const SNAPSHOT: &str = "ferrite-backup";
-/// The same part of the name of a raw disk that became the base of a qcow2 image.
+/// The part before the extension in the name of a raw disk that became the base of a qcow2 image.
 const BASE: &str = "base";
 /// The longest record.
 pub(super) const MAX_RECORD: u64 = 64 << 10;

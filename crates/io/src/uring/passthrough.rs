@@ -28,7 +28,7 @@ use ferrite_host::nvme::{self, Command, Namespace};
 /// The main ring's sleep with commands in flight where the caller names no end.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// And with commands that the kernel has no memory for now: they do not wake the thread.
+/// The main ring's sleep while the kernel has no memory for some commands: these do not wake the thread.
 const SHORTAGE: Duration = Duration::from_millis(1);
 
 /// A file that commands go to.

@@ -69,7 +69,7 @@ impl Story {
     /// Some writes at once.
     fn write(&mut self, process: &mut Process) -> io::Result<()> {
         let writes: Vec<Write> = (0..1 + self.below(4)).map(|_| self.any_write()).collect();
-        // All of them may be there, whether they end well or not.
+        // Each of these writes may be on the medium, whether it succeeds or not.
         for write in &writes {
             let sectors = self.model.get_mut(&write.volume).unwrap();
             for sector in write.sectors.clone() {
