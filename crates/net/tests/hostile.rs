@@ -153,6 +153,36 @@ fn t38_an_impossible_producer_stops_the_interface_also_while_it_is_detached() {
     others_go_on(&mut rig);
 }
 
+/// The worker stops one interface at the end of a long turn. Meanwhile another one is to be closed: it does both.
+#[test]
+fn t38_a_stop_does_not_swallow_another_order() {
+    let mut rig = connected(4, &NetOptions::default());
+    let bytes = frame(mac(3), mac(2), 1, 60_000);
+    for round in 0..200 {
+        let mut sent = 0;
+        while rig.queue(2).send(&bytes, &SendOptions::default()).is_some() {
+            sent += 1;
+        }
+        rig.queue(0).tx_ring().store(RingWord::ReqProd, 100_000);
+        rig.fronts[1].set_state(5).unwrap();
+        // The times at which the two may meet, one after the other.
+        for _ in 0..round * 100 {
+            std::hint::spin_loop();
+        }
+        rig.queue(2).push().unwrap();
+        rig.fronts[1].wait_for_backend(&[5], LONG).unwrap();
+        let mut answers = 0;
+        while answers < sent {
+            rig.queue(2).wait(LONG).unwrap();
+            answers += rig.queue(2).answers().unwrap().len();
+        }
+        while rig.queue(3).receive().unwrap().is_some() {}
+        for front in &mut rig.fronts[..2] {
+            front.connect(&NetOptions::default(), LONG).unwrap();
+        }
+    }
+}
+
 #[test]
 fn t39_a_receiver_that_takes_nothing_keeps_a_bounded_number_of_packets() {
     let mut rig = three();

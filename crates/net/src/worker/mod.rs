@@ -221,6 +221,7 @@ impl Worker {
     }
 
     fn obey(&mut self) {
+        self.events.is_called = false;
         while let Ok(command) = self.start.commands.try_recv() {
             match command {
                 Command::Connect(connection, reply) => {

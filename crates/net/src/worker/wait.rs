@@ -49,6 +49,8 @@ pub(super) struct Events {
     completions: Vec<Completion>,
     watches_wake: bool,
     watches_uplink: bool,
+    /// Control has called since its commands were looked at last.
+    pub(super) is_called: bool,
     /// The uplink may have frames.
     pub(super) has_frames: bool,
     /// Turns since the last wait.
@@ -64,6 +66,7 @@ impl Events {
             completions: Vec::new(),
             watches_wake: false,
             watches_uplink: false,
+            is_called: false,
             has_frames: false,
             turns: 0,
             failures: 0,
@@ -116,8 +119,10 @@ impl Worker {
     /// Whether another turn has something to do without an event.
     pub(super) fn has_more(&self) -> bool {
         let mut queues = self.vifs.iter().flatten().flat_map(|vif| &vif.queues);
-        // While a packet was moved, pages may have come for those that wait.
-        self.events.has_frames
+        // A stop in this turn may have taken control's call. While a packet was moved, pages may have come for those
+        // that wait.
+        self.events.is_called
+            || self.events.has_frames
             || queues.any(|queue| {
                 queue.rings.tx_unconsumed() != Ok(0)
                     || (self.turn.has_worked && !queue.held.is_empty())
@@ -247,7 +252,7 @@ impl Worker {
         let is_ok = completion.raw >= 0;
         match completion.token {
             WAKE => {
-                self.events.watches_wake = false;
+                (self.events.watches_wake, self.events.is_called) = (false, true);
                 take_wake(&self.start.wake);
             }
             UPLINK => {
