@@ -5,9 +5,9 @@ mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use common::{LONG, Rig, answer, connected, frame, mac, packet};
+use common::{ALL, LONG, Rig, answer, connected, frame, mac, packet};
 use ferrite_loopback::front::RingWord;
 use ferrite_loopback::netfront::{NetOptions, SendOptions};
 use ferrite_xen::hypervisor::GrantRef;
@@ -30,13 +30,13 @@ fn others_go_on(rig: &mut Rig) {
 
 /// Waits until the interface of guest 0 is stopped; then it connects again, and works.
 fn is_stopped_until_it_connects_again(rig: &mut Rig, why: &str) {
-    let end = std::time::Instant::now() + LONG;
+    let end = Instant::now() + LONG;
     loop {
         let error = rig.fronts[0].backend_key("error").unwrap().unwrap_or_default();
         if error.contains(why) {
             break;
         }
-        assert!(std::time::Instant::now() < end, "{error:?} does not say {why:?}");
+        assert!(Instant::now() < end, "{error:?} does not say {why:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
     others_go_on(rig);
@@ -156,27 +156,32 @@ fn t38_an_impossible_producer_stops_the_interface_also_while_it_is_detached() {
 /// The worker stops one interface at the end of a long turn. Meanwhile another one is to be closed: it does both.
 #[test]
 fn t38_a_stop_does_not_swallow_another_order() {
-    let mut rig = connected(4, &NetOptions::default());
-    let bytes = frame(mac(3), mac(2), 1, 60_000);
-    for round in 0..200 {
+    let mut rig = connected(7, &NetOptions::default());
+    let (bytes, how) = (frame(ALL, mac(2), 1, 60_000), SendOptions::default());
+    let mut close_time = Duration::ZERO;
+    for round in 0..100 {
         let mut sent = 0;
-        while rig.queue(2).send(&bytes, &SendOptions::default()).is_some() {
+        while rig.queue(2).send(&bytes, &how).is_some() {
             sent += 1;
         }
         rig.queue(0).tx_ring().store(RingWord::ReqProd, 100_000);
+        let began = Instant::now();
         rig.fronts[1].set_state(5).unwrap();
         // The times at which the two may meet, one after the other.
-        for _ in 0..round * 100 {
+        while began.elapsed() < close_time * (round % 50) / 50 {
             std::hint::spin_loop();
         }
         rig.queue(2).push().unwrap();
         rig.fronts[1].wait_for_backend(&[5], LONG).unwrap();
+        close_time = began.elapsed();
         let mut answers = 0;
         while answers < sent {
             rig.queue(2).wait(LONG).unwrap();
             answers += rig.queue(2).answers().unwrap().len();
         }
-        while rig.queue(3).receive().unwrap().is_some() {}
+        for guest in 3..7 {
+            while rig.queue(guest).receive().unwrap().is_some() {}
+        }
         for front in &mut rig.fronts[..2] {
             front.connect(&NetOptions::default(), LONG).unwrap();
         }

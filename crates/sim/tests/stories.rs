@@ -69,7 +69,7 @@ fn what_is_read_above_a_parents_journal_after_a_discard_is_read_after_a_power_cu
 #[test]
 fn what_a_table_has_that_only_a_journal_refers_to_is_recovered_from_a_parent() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let plan = Plan::new(8141, Scenario::Chains);
+    let plan = Plan::new(130, Scenario::Chains);
     if let Err(found) = tell(&Images::new(ferrite_disk::Format::Qcow2), &plan) {
         panic!("{found}");
     }
