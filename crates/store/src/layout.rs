@@ -474,7 +474,7 @@ mod tests {
         let mut segment = 0;
         while segment < layout.segments {
             let count = layout.pages_in_a_row(segment, 8);
-            assert!(count > 0 && count % 2 == 0);
+            assert!(count > 0 && count.is_multiple_of(2));
             let last = layout.space_page(segment + count - 1, 1);
             assert_eq!(last, layout.space_page(segment, 0) + 2 * count - 1);
             segment += count;
