@@ -88,7 +88,11 @@ struct Peer {
 
 impl Peer {
     fn start(bench: &mut Bench<'_>, kind: Kind, number: u32) -> Result<Peer> {
-        let mut guest = bench.paused_guest(&GuestOptions { kind, ..GuestOptions::default() })?;
+        let options = match kind {
+            Kind::Pvh => GuestOptions::pvh(),
+            kind => GuestOptions { kind, ..GuestOptions::default() },
+        };
+        let mut guest = bench.paused_guest(&options)?;
         guest.unpause(bench.xenhost)?;
         guest.wait_ready(bench.xenhost)?;
         Peer::of(bench, guest, number)
