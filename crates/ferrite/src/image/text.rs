@@ -221,10 +221,17 @@ fn findings(image: &Checked) -> String {
     };
     let mut out = format!("{}: {what}\n", one_line(&image.path));
     if image.journal {
+        // A journal does not fit an image that another program has changed since: that is a finding.
+        let how = match image.is_usable() {
+            true => {
+                "if no server uses it, ferrite image repair --force brings them in, and so does the next \
+                 server"
+            }
+            false => "whether they can still be brought in is what ferrite image repair says",
+        };
         let _ = writeln!(
             out,
-            "  its journal has completed writes that are not in the image yet: if no server uses \
-             it, ferrite image repair --force brings them in, and so does the next server\n  \
+            "  its journal has completed writes that are not in the image yet: {how}\n  \
              do not repair it with another program (qemu-img check -r, vhd-util repair) before: these \
              writes would be lost"
         );
@@ -339,7 +346,7 @@ mod tests {
 
     #[test]
     fn a_journal_is_no_work_for_other_programs() {
-        let checked = Checked {
+        let mut checked = Checked {
             path: "a.qcow2".into(),
             format: "qcow2",
             counts: Counts::default(),
@@ -354,6 +361,10 @@ mod tests {
             "{text}"
         );
         assert!(!text.contains("are unused"), "{text}");
+        assert!(text.contains("repair --force brings them in"), "{text}");
+        checked.counts.damage = 1;
+        let text = findings(&checked);
+        assert!(!text.contains("brings them in"), "{text}");
     }
 
     #[test]
