@@ -6,7 +6,7 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{KIND, LONG, Rig, frame, guests, mac, number_of};
+use common::{KIND, LONG, Rig, connected, frame, guests, mac, number_of, packet};
 use ferrite_loopback::netfront::{NetOptions, SendOptions};
 use ferrite_loopback::{BackendHandle, CopyWith, Loopback};
 use ferrite_net::{Network, Options};
@@ -80,4 +80,17 @@ fn a_network_that_is_killed_leaves_no_ring_stuck() {
     assert!(received > 0 && answered == sent);
     process.kill().unwrap();
     process.wait().unwrap();
+}
+
+/// A predecessor may have published answers and died before it notified the guest.
+#[test]
+fn a_guest_hears_of_a_successor() {
+    let mut rig = connected(2, &NetOptions::default());
+    let bytes = frame(mac(1), mac(0), 1, 60);
+    rig.send(0, &bytes, &SendOptions::default());
+    assert_eq!(packet(rig.queue(1)).frame, bytes);
+    drop(rig.network.take());
+    while rig.queue(0).wait(Duration::from_millis(100)).unwrap() {}
+    rig.start();
+    assert!(rig.queue(0).wait(LONG).unwrap(), "no event came");
 }

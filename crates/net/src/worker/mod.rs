@@ -246,7 +246,15 @@ impl Worker {
         if self.vifs.len() <= at {
             self.vifs.resize_with(at + 1, || None);
         }
-        self.vifs[at] = Some(Vif::new(connection, self.epochs));
+        let mut vif = Vif::new(connection, self.epochs);
+        for queue in &mut vif.queues {
+            // A predecessor may have published answers and died before it notified the guest, which then waits for ever:
+            // it asked to hear of these.
+            if let Err(e) = queue.rings.link().notify() {
+                tracing::debug!("cannot notify {}: {e}", vif.id);
+            }
+        }
+        self.vifs[at] = Some(vif);
         Ok(())
     }
 
