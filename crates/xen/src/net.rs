@@ -7,9 +7,15 @@ use crate::netif::{
 use crate::slots::{RingViolation, SlotRing};
 
 /// Our side of a queue's rings, with the [`Link`] that keeps their memory mapped.
+///
+/// An answer takes the place of its request on the page. A process that is killed in between must leave the requests as
+/// they were, since its successor takes them again: so answers are kept here, and [`publish`](Self::publish) writes them.
 pub struct NetRings {
     tx: SlotRing,
     rx: SlotRing,
+    /// Answers that are not on the page, in the order of their requests.
+    tx_kept: Vec<TxResponse>,
+    rx_kept: Vec<[u32; 2]>,
     link: Box<dyn Link>,
 }
 
@@ -34,7 +40,7 @@ impl NetRings {
         };
         tx.attach()?;
         rx.attach()?;
-        Ok(NetRings { tx, rx, link })
+        Ok(NetRings { tx, rx, tx_kept: Vec::new(), rx_kept: Vec::new(), link })
     }
 
     /// The connection below.
@@ -91,42 +97,33 @@ impl NetRings {
     }
 
     /// Answers a slot of the transmit ring.
-    ///
-    /// # Panics
-    /// If all that were taken are answered: a bug of ours.
     #[inline]
     pub fn answer_tx(&mut self, response: TxResponse) {
-        self.tx.respond(response.encode());
+        self.tx_kept.push(response);
     }
 
     /// Answers the oldest unanswered slot of the receive ring. Frontends find the page by the place of the answer.
-    ///
-    /// # Panics
-    /// As [`answer_tx`](Self::answer_tx).
     #[inline]
     pub fn answer_rx(&mut self, response: RxResponse) {
-        self.rx.respond(response.encode());
+        self.rx_kept.push(response.encode());
     }
 
     /// Answers the oldest unanswered slot of the receive ring by an extra info.
-    ///
-    /// # Panics
-    /// As [`answer_tx`](Self::answer_tx).
     #[inline]
     pub fn answer_rx_extra(&mut self, extra: ExtraInfo) {
-        self.rx.respond(extra.encode());
+        self.rx_kept.push(extra.encode());
     }
 
     /// The number of answers that the transmit ring has had, published or not.
     #[inline]
     pub fn tx_answers(&self) -> u32 {
-        self.tx.rsp_prod()
+        self.tx.rsp_prod().wrapping_add(self.tx_kept.len() as u32)
     }
 
     /// The number of answers that the receive ring has had, published or not.
     #[inline]
     pub fn rx_answers(&self) -> u32 {
-        self.rx.rsp_prod()
+        self.rx.rsp_prod().wrapping_add(self.rx_kept.len() as u32)
     }
 
     /// How many answers of the transmit ring the guest says that it has consumed. Any number may be there.
@@ -142,8 +139,17 @@ impl NetRings {
     }
 
     /// Makes all answers of both rings visible; tells whether the guest asked for an event.
+    ///
+    /// # Panics
+    /// If there are more answers than slots were taken: a bug of ours.
     pub fn publish(&mut self) -> bool {
+        for response in self.tx_kept.drain(..) {
+            self.tx.respond(response.encode());
+        }
         let tx = self.tx.publish();
+        for response in self.rx_kept.drain(..) {
+            self.rx.respond(response);
+        }
         self.rx.publish() || tx
     }
 
