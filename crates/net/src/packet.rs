@@ -162,6 +162,8 @@ pub struct Taken {
     parts_len: usize,
     ids: [u16; SLOTS_MAX],
     ids_len: usize,
+    /// The first two bytes of each extra info.
+    heads: [u16; EXTRA_INFOS_MAX],
     extras: usize,
     /// Bytes of the whole frame.
     pub size: usize,
@@ -201,6 +203,7 @@ impl Taken {
             parts_len: 0,
             ids: [0; SLOTS_MAX],
             ids_len: 0,
+            heads: [0; EXTRA_INFOS_MAX],
             extras: 0,
             size: usize::from(first.size),
             offload: Offload::from_flags(first.flags),
@@ -235,10 +238,8 @@ impl Taken {
     fn take_extras(&mut self, ring: &mut impl Slots, there: &mut u32) -> Result<(), Stop> {
         loop {
             let extra = next(there, || ring.extra())?;
+            *self.heads.get_mut(self.extras).ok_or(Stop::Extras)? = extra.head();
             self.extras += 1;
-            if self.extras > EXTRA_INFOS_MAX {
-                return Err(Stop::Extras);
-            }
             match extra.kind {
                 EXTRA_GSO if self.offload.gso.is_none() => {
                     self.offload.gso = Gso::from_extra(extra.gso);
@@ -297,7 +298,8 @@ impl Taken {
     /// The answers to its slots, in their order on the ring.
     pub fn answers(&self, status: i16) -> impl Iterator<Item = TxResponse> + '_ {
         let first = self.ids[0];
-        let extras = std::iter::repeat_n(TxResponse { id: first, status: RSP_NULL }, self.extras);
+        let heads = self.heads[..self.extras].iter();
+        let extras = heads.map(|head| TxResponse { id: *head, status: RSP_NULL });
         let rest = self.ids[1..self.ids_len].iter().map(move |id| TxResponse { id: *id, status });
         std::iter::once(TxResponse { id: first, status }).chain(extras).chain(rest)
     }

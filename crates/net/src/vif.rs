@@ -9,7 +9,7 @@ use ferrite_xen::netif::RSP_DROPPED;
 
 use crate::VifId;
 use crate::counters::Counters;
-use crate::packet::{GsoKind, Offload, Taken};
+use crate::packet::{GsoKind, Offload, Stop, Taken};
 use crate::switch::{Mac, PortId};
 
 /// Packets that wait for one receive ring. Each is a few hundred bytes: its payload stays with its sender.
@@ -164,6 +164,22 @@ impl Queue {
             tx_unseen: Unseen::default(),
             rx_unseen: Unseen::default(),
         }
+    }
+
+    /// Refuses the packets whose answers a predecessor was writing when it died: their grants are written over. How
+    /// many.
+    ///
+    /// # Errors
+    /// The ring is to be stopped.
+    pub(crate) fn refuse_torn(&mut self) -> Result<u64, Stop> {
+        let (mut there, mut packets) = (self.rings.tx_unconsumed()?, 0);
+        let rest = there - self.rings.tx_torn().min(there);
+        while there > rest {
+            let taken = Taken::take(&mut self.rings, &mut there)?;
+            taken.answers(RSP_DROPPED).for_each(|response| self.rings.answer_tx(response));
+            packets += 1;
+        }
+        Ok(packets)
     }
 
     /// Whether packets with records were answered in this turn.

@@ -12,6 +12,8 @@
 //! * [`real`]: Xen itself, by /dev/xen/gntdev and /dev/xen/evtchn.
 
 pub mod abi;
+#[cfg(test)]
+mod bare;
 pub mod hypervisor;
 pub mod mover;
 pub mod net;

@@ -2,26 +2,32 @@
 
 use crate::hypervisor::{Link, PAGE_SIZE};
 use crate::netif::{
-    ExtraInfo, RX_SLOT_BYTES, RxRequest, RxResponse, TX_SLOT_BYTES, TxRequest, TxResponse,
+    ExtraInfo, RSP_ERROR, RX_SLOT_BYTES, RxRequest, RxResponse, TX_SLOT_BYTES, TxRequest,
+    TxResponse,
 };
 use crate::slots::{RingViolation, SlotRing};
 
 /// Our side of a queue's rings, with the [`Link`] that keeps their memory mapped.
 ///
-/// An answer takes the place of its request on the page. A process that is killed in between must leave the requests as
-/// they were, since its successor takes them again: so answers are kept here, and [`publish`](Self::publish) writes them.
+/// An answer takes the place of its request on the page. A process that is killed must leave the requests as they were,
+/// since its successor takes them again. So answers are kept here, and [`publish`](Self::publish) writes them. It says
+/// before on the page how many: of a process that is killed while it writes, the successor answers as many requests by
+/// an error, without using the grants that they seem to name.
 pub struct NetRings {
     tx: SlotRing,
     rx: SlotRing,
+    /// Slots of the transmit ring that a predecessor has written over.
+    tx_torn: u32,
     /// Answers that are not on the page, in the order of their requests.
-    tx_kept: Vec<TxResponse>,
+    tx_kept: Vec<[u32; 1]>,
     rx_kept: Vec<[u32; 2]>,
     link: Box<dyn Link>,
 }
 
 impl NetRings {
     /// Attaches where the shared response producers stand. A predecessor that died has answered up to there, in order:
-    /// requests that it had taken beyond are taken again.
+    /// requests that it had taken beyond are taken again, but for those that it has written over. On the receive ring
+    /// these are answered by an error here; on the transmit ring they are [`tx_torn`](Self::tx_torn).
     ///
     /// `link` has two pages: the transmit ring, then the receive ring.
     ///
@@ -40,7 +46,21 @@ impl NetRings {
         };
         tx.attach()?;
         rx.attach()?;
-        Ok(NetRings { tx, rx, tx_kept: Vec::new(), rx_kept: Vec::new(), link })
+        let (tx_torn, rx_torn) = (tx.torn()?, rx.torn()?);
+        let (tx_kept, rx_kept) = (Vec::new(), Vec::new());
+        let mut rings = NetRings { tx, rx, tx_torn, tx_kept, rx_kept, link };
+        for _ in 0..rx_torn {
+            // The name may be the begin of an extra info now. Frontends find the page by the place of the answer.
+            let RxRequest { id, .. } = rings.take_rx();
+            rings.answer_rx(RxResponse { id, offset: 0, flags: 0, status: RSP_ERROR });
+        }
+        Ok(rings)
+    }
+
+    /// Slots of the transmit ring, from the oldest that was there at [`attach`](Self::attach), whose first word may be
+    /// that of an answer. Flags, names and the types of extra infos are still those of the requests.
+    pub fn tx_torn(&self) -> u32 {
+        self.tx_torn
     }
 
     /// The connection below.
@@ -96,10 +116,11 @@ impl NetRings {
         RxRequest::decode(slot)
     }
 
-    /// Answers a slot of the transmit ring.
+    /// Answers the oldest unanswered slot of the transmit ring. The answer to an extra info has its
+    /// [head](ExtraInfo::head) as id, which keeps it in place.
     #[inline]
     pub fn answer_tx(&mut self, response: TxResponse) {
-        self.tx_kept.push(response);
+        self.tx_kept.push(response.encode());
     }
 
     /// Answers the oldest unanswered slot of the receive ring. Frontends find the page by the place of the answer.
@@ -143,14 +164,8 @@ impl NetRings {
     /// # Panics
     /// If there are more answers than slots were taken: a bug of ours.
     pub fn publish(&mut self) -> bool {
-        for response in self.tx_kept.drain(..) {
-            self.tx.respond(response.encode());
-        }
-        let tx = self.tx.publish();
-        for response in self.rx_kept.drain(..) {
-            self.rx.respond(response);
-        }
-        self.rx.publish() || tx
+        let tx = write(&mut self.tx, &mut self.tx_kept);
+        write(&mut self.rx, &mut self.rx_kept) || tx
     }
 
     /// The check before sleeping: asks for an event with the next transmit request, and if `rx` with one more receive
@@ -169,3 +184,18 @@ impl NetRings {
         Ok(self.tx.final_check(0)? || more)
     }
 }
+
+/// Writes kept answers to a ring. The order is: how many, the answers, the producer.
+fn write<const N: usize>(ring: &mut SlotRing, kept: &mut Vec<[u32; N]>) -> bool {
+    if kept.is_empty() {
+        return false;
+    }
+    ring.announce(kept.len() as u32);
+    for response in kept.drain(..) {
+        ring.respond(response);
+    }
+    ring.publish()
+}
+
+#[cfg(test)]
+mod tests;

@@ -94,9 +94,10 @@ pub struct TxResponse {
 }
 
 impl TxResponse {
-    /// As a slot, with zeros behind it (XSA-216).
-    pub fn encode(self) -> [u32; 3] {
-        [word(self.id, self.status as u16), 0, 0]
+    /// The first word of a slot. The others keep the guest's own request, of which a successor of a killed process
+    /// reads the flags and the name.
+    pub fn encode(self) -> [u32; 1] {
+        [word(self.id, self.status as u16)]
     }
 
     /// From a slot, for frontends.
@@ -190,10 +191,14 @@ impl ExtraInfo {
         ExtraInfo { kind, flags, gso: GsoInfo { size, kind: gso, features } }
     }
 
+    /// The first two bytes, which are the id of a request and of an answer.
+    pub fn head(self) -> u16 {
+        u16::from_le_bytes([self.kind, self.flags])
+    }
+
     /// As the first eight bytes of a slot.
     pub fn encode(self) -> [u32; 2] {
-        let head = u16::from_le_bytes([self.kind, self.flags]);
-        [word(head, self.gso.size), word(u16::from(self.gso.kind), self.gso.features)]
+        [word(self.head(), self.gso.size), word(u16::from(self.gso.kind), self.gso.features)]
     }
 }
 
@@ -221,8 +226,9 @@ mod tests {
         assert_eq!(bytes(&tx.encode()), [1, 2, 3, 4, 5, 6, 8, 0, 9, 0, 66, 0]);
         assert_eq!(TxRequest::decode(tx.encode()), tx);
         let answer = TxResponse { id: 0x0102, status: RSP_DROPPED };
-        assert_eq!(bytes(&answer.encode()), [2, 1, 0xFE, 0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(TxResponse::decode(answer.encode()), answer);
+        assert_eq!(bytes(&answer.encode()), [2, 1, 0xFE, 0xFF]);
+        let [first] = answer.encode();
+        assert_eq!(TxResponse::decode([first, 1, 2]), answer);
         let rx = RxRequest { id: 7, gref: GrantRef(0x0102_0304) };
         assert_eq!(bytes(&rx.encode()), [7, 0, 0, 0, 4, 3, 2, 1]);
         assert_eq!(RxRequest::decode(rx.encode()), rx);

@@ -7,7 +7,7 @@
 //! (blkif.md 1.4).
 
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, compiler_fence, fence};
 
 use crate::hypervisor::PAGE_SIZE;
 
@@ -18,6 +18,9 @@ pub(crate) const REQ_PROD: usize = 0;
 pub(crate) const REQ_EVENT: usize = 4;
 pub(crate) const RSP_PROD: usize = 8;
 pub(crate) const RSP_EVENT: usize = 12;
+/// Where the backend says how many answers it has begun to write: the last word of the header's padding, which no
+/// frontend uses, and which is 0 on a new page.
+pub(crate) const ANNOUNCED: usize = 60;
 
 /// Slots of a ring of so many pages: a power of two.
 pub const fn entries(pages: usize, slot_bytes: usize) -> u32 {
@@ -184,6 +187,23 @@ impl SlotRing {
             unsafe { to.add(i).write_volatile(word) };
         }
         self.rsp_prod = self.rsp_prod.wrapping_add(1);
+    }
+
+    /// Says on the page that the next `count` responses are about to be written, for [`torn`](Self::torn) of a successor.
+    pub(crate) fn announce(&mut self, count: u32) {
+        self.word(ANNOUNCED).store(self.rsp_prod.wrapping_add(count), Ordering::Relaxed);
+        // The slots come after it. A process dies between two of its instructions, so their order is enough.
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// How many slots, from the oldest request that is there, a predecessor may have written responses to without
+    /// publishing them. The guest can write the word as well, so no more than there are requests.
+    ///
+    /// # Errors
+    /// As [`unconsumed`](Self::unconsumed).
+    pub(crate) fn torn(&self) -> Result<u32, RingViolation> {
+        let announced = self.word(ANNOUNCED).load(Ordering::Acquire).wrapping_sub(self.rsp_prod);
+        Ok(if announced > self.unconsumed()? { 0 } else { announced })
     }
 
     /// Makes all written responses visible at once; tells whether the guest asked to be told.

@@ -424,13 +424,14 @@ impl NetQueue {
     fn add(&mut self, packet: &mut Packet, slot: &RxResponse) -> Result<(), NetError> {
         let at = self.release()?;
         let index = self.rx_cons.wrapping_sub(1);
-        if usize::from(slot.id) != at {
-            return Err(NetError::Id { index, id: slot.id });
-        }
+        // The page is found by the answer's place. The name of one that failed may be lost with its process.
         let Ok(len) = usize::try_from(slot.status) else {
             packet.is_bad = true;
             return Ok(());
         };
+        if usize::from(slot.id) != at {
+            return Err(NetError::Id { index, id: slot.id });
+        }
         if usize::from(slot.offset) + len > PAGE_SIZE {
             let (offset, status) = (slot.offset, slot.status);
             return Err(NetError::Received { index, offset, status });

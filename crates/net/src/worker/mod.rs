@@ -27,7 +27,7 @@ use ferrite_xen::netif::{FRAME_BYTES_MAX, RSP_DROPPED, RxRequest};
 use ferrite_xen::pages::{Pages, Piece};
 
 use crate::VifId;
-use crate::counters::count;
+use crate::counters::{add, count};
 use crate::packet::{Offload, Stop, Uplink};
 use crate::switch::{PortId, Source, Switch, SwitchError, Target};
 use crate::trace::{Noticed, TraceRing};
@@ -248,6 +248,11 @@ impl Worker {
         }
         let mut vif = Vif::new(connection, self.epochs);
         for queue in &mut vif.queues {
+            match queue.refuse_torn() {
+                Ok(packets) => add(&vif.counters.dropped, packets),
+                Err(stop) => self.turn.stops.push((port, stop)),
+            }
+            queue.rings.publish();
             // A predecessor may have published answers and died before it notified the guest, which then waits for ever:
             // it asked to hear of these.
             if let Err(e) = queue.rings.link().notify() {

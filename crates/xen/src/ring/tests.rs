@@ -1,82 +1,31 @@
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-
-use ferrite_io::arena::Arena;
 use proptest::prelude::*;
 
 use super::*;
 use crate::abi::{Message, PlainOp, RING_HEADER_BYTES, RawSegment, Request};
-use crate::hypervisor::{CopySegment, Direction, RingMemory};
+use crate::bare::{BareLink, Front};
 use crate::slots::{REQ_EVENT, REQ_PROD, RSP_EVENT, RSP_PROD};
 
-/// A ring in this process's own memory, and nothing else.
-struct BareLink {
-    memory: Arc<Arena>,
-    pages: usize,
-    fd: OwnedFd,
+/// Slots of a disk's ring.
+trait Slots {
+    fn put_slot(&self, protocol: Protocol, index: u32, entries: u32, slot: &Slot);
+    fn slot(&self, protocol: Protocol, index: u32, entries: u32) -> Slot;
 }
 
-impl BareLink {
-    fn boxed(order: u32) -> (Box<dyn Link>, Front) {
-        let memory = Arena::new(PAGE_SIZE << order).unwrap();
-        let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        let front = Front { memory: memory.clone() };
-        front.set(REQ_EVENT, 1);
-        front.set(RSP_EVENT, 1);
-        (Box::new(BareLink { memory, pages: 1 << order, fd }), front)
-    }
-}
-
-impl Link for BareLink {
-    fn ring(&self) -> RingMemory {
-        let bytes = self.pages * PAGE_SIZE;
-        // SAFETY: the arena is page aligned and lives as long as this link.
-        unsafe { RingMemory::new(self.memory.ptr(self.memory.span(0, bytes)), bytes) }
-    }
-    fn copy(&mut self, _: &Arena, _: Direction, _: &mut [CopySegment]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-    fn event_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-    fn event_taken(&mut self) {}
-
-    fn take_event(&mut self) -> io::Result<bool> {
-        Ok(false)
-    }
-    fn rearm(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-    fn notify(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// The other side, as bytes.
-struct Front {
-    memory: Arc<Arena>,
-}
-
-impl Front {
-    fn set(&self, at: usize, value: u32) {
-        self.memory.copy_in(self.memory.span(at, 4), &value.to_le_bytes());
-    }
-    fn get(&self, at: usize) -> u32 {
-        let mut b = [0; 4];
-        self.memory.copy_out(self.memory.span(at, 4), &mut b);
-        u32::from_le_bytes(b)
-    }
+impl Slots for Front {
     fn put_slot(&self, protocol: Protocol, index: u32, entries: u32, slot: &Slot) {
         let bytes = protocol.slot_bytes();
         let at = RING_HEADER_BYTES + (index & (entries - 1)) as usize * bytes;
-        self.memory.copy_in(self.memory.span(at, bytes), &slot.0[..bytes]);
+        for (i, word) in slot.0[..bytes].chunks_exact(4).enumerate() {
+            self.set(at + 4 * i, u32::from_le_bytes(word.try_into().unwrap()));
+        }
     }
     fn slot(&self, protocol: Protocol, index: u32, entries: u32) -> Slot {
         let bytes = protocol.slot_bytes();
         let at = RING_HEADER_BYTES + (index & (entries - 1)) as usize * bytes;
         let mut slot = Slot::default();
-        self.memory.copy_out(self.memory.span(at, bytes), &mut slot.0[..bytes]);
+        for (i, word) in slot.0[..bytes].chunks_exact_mut(4).enumerate() {
+            word.copy_from_slice(&self.get(at + 4 * i).to_le_bytes());
+        }
         slot
     }
 }
