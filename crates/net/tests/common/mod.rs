@@ -55,6 +55,15 @@ pub(crate) fn connected(count: usize, o: &NetOptions) -> Rig {
     rig
 }
 
+impl Drop for Rig {
+    /// A failed test does not wait for the threads of the network, which may be its failure.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::mem::forget(self.network.take());
+        }
+    }
+}
+
 impl Rig {
     pub(crate) fn start(&mut self) {
         self.network = Some(Network::start(options(&self.machine)).unwrap());
