@@ -152,7 +152,7 @@ fn links_only(package: &str, allowed: &[&str]) -> Result<()> {
     let linked = linked.lines().filter_map(|line| line.split(' ').next());
     let own: BTreeSet<&str> = linked.filter(|name| name.starts_with("ferrite")).collect();
     if own != allowed.iter().copied().collect() {
-        bail!("{package} links {own:?}, and should link {allowed:?} (ARCHITECTURE.md, Floors)");
+        bail!("{package} links {own:?}, and should link {allowed:?} (ARCHITECTURE.md, Layers)");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The ground floor: how Ferrite reaches the kernel, and nothing else does.
+//! The only way from Ferrite to the kernel's I/O.
 //!
 //! * [`arena`]: the memory that guests' data passes through, registered with the kernel.
 //! * [`pool`]: who may use which part of it: one fixed pool a disk, shared by its queues.
