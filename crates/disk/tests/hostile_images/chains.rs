@@ -115,9 +115,21 @@ fn the_longest_chain_is_read_and_one_that_is_longer_refused() {
 fn a_parent_that_is_gone_or_replaced_is_refused() {
     let den = Den::new();
     let image = child(Format::Vhd, 2, 1, "parent.vhd");
-    den.refuses_image(Format::Vhd, &image, "is at none of");
+    den.refuses_image(Format::Vhd, &image, "is not at");
     den.put("parent.vhd", &Dynamic { uuid: [3; 16], ..vhd::small() }.build());
     den.refuses_image(Format::Vhd, &image, "but the image was made on");
+}
+
+#[test]
+fn a_place_that_two_locators_lead_to_is_named_once() {
+    let den = Den::new();
+    let mut parent = Parent::beside([1; 16], "parent.vhd");
+    parent.locators.push((*b"MacX", format!("file://{}", den.path("parent.vhd").display()).into()));
+    let image = Dynamic { uuid: [2; 16], parent: Some(parent), ..vhd::small() }.build();
+    let path = den.put("image.vhd", &image);
+    let Verdict::Refused(e) = den.judge(&path, Format::Vhd, true) else { panic!("it opens") };
+    let place = format!("is not at {:?}", den.path("parent.vhd"));
+    assert!(e.to_string().ends_with(&place), "{e}");
 }
 
 #[test]

@@ -139,7 +139,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             "say where that is: ferrite image rebase -u IMAGE -b PARENT",
         ),
         (None, None) => refuse(
-            format!("its parent {name:?} is at none of {}", whole(&paths)),
+            format!("its parent {name:?} is not at {}", places(&paths)),
             "put the parent back to where it was when the image was made, or, if it has another name \
              now, say so: ferrite image rebase -u IMAGE -b PARENT",
         )
@@ -147,13 +147,17 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
     }
 }
 
-/// Absolute paths in one line.
-fn whole(paths: &[&PathBuf]) -> String {
-    let whole = |path: &&PathBuf| {
+/// Absolute paths in one line, each once.
+fn places(paths: &[&PathBuf]) -> String {
+    let mut places = Vec::new();
+    for path in paths {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        format!("{whole:?}")
-    };
-    paths.iter().map(whole).collect::<Vec<_>>().join(", ")
+        let place = format!("{whole:?}");
+        if !places.contains(&place) {
+            places.push(place);
+        }
+    }
+    places.join(", nor at ")
 }
 
 /// Whether the path is a folder, a pipe or a socket.
