@@ -572,6 +572,8 @@ fn a_job_follows_its_image_to_the_guest_that_has_it_now() {
     host.detach(&disk);
     let again = host.attach(2, 0, &format!("aio:{}", host.image("1.img").display()));
     host.wait_for_phase(&again, PhaseName::Served);
+    // The first disk has closed its image, and is known until its thread has ended.
+    wait_until("the end of the first disk", || host.disks().len() == 1);
     // The image is still the job's.
     assert_eq!(code_of(coalesce(&host, &again)).0, code::IN_USE);
     files.unset("hold-copy");
