@@ -371,7 +371,7 @@ impl Disk {
     pub fn worker(&self) -> String {
         format!(
             "for pid in $(cat /proc/$(xenstore-read {}/kthread-pid)/task/*/children); do \
-             case $(tr '\\0' '\\n' </proc/$pid/cmdline | sed -n 2p) in worker|store-worker) echo $pid;; esac; done; true",
+             grep -qxzE 'worker|store-worker' /proc/$pid/cmdline && echo $pid; done; true",
             self.backend_dir()
         )
     }

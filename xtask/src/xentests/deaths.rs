@@ -18,11 +18,10 @@ pub(super) const CASES: &[Case] = &[
     ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd(),
 ];
 
-/// Requests of the guest between two kills.
-const BETWEEN: u32 = 64;
-
 /// How often each process is killed.
 struct Deaths {
+    /// Requests of the guest between two kills.
+    between: u32,
     worker: u32,
     keeper: u32,
     daemon: u32,
@@ -31,8 +30,8 @@ struct Deaths {
     all: u32,
 }
 
-const FEW: Deaths = Deaths { worker: 2, keeper: 1, daemon: 1, alone: 1, all: 1 };
-const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, alone: 3, all: 3 };
+const FEW: Deaths = Deaths { between: 16, worker: 2, keeper: 1, daemon: 1, alone: 1, all: 1 };
+const MANY: Deaths = Deaths { between: 64, worker: 20, keeper: 3, daemon: 5, alone: 3, all: 3 };
 
 /// A second program file, for an upgrade.
 const NEXT: &str = "/lab/next/ferrite";
@@ -91,7 +90,7 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths, image: &str) -> Result<()> {
     let mut files = None;
     for _ in 0..deaths.worker {
         disk.kill_worker(bench.xenhost)?;
-        wait_for_requests(bench, guest, BETWEEN)?;
+        wait_for_requests(bench, guest, deaths.between)?;
         let now = open_files(bench, &first)?;
         if now > *files.get_or_insert(now) {
             bail!("the keeper had {files:?} files open, and now {now}");
@@ -106,7 +105,7 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths, image: &str) -> Result<()> {
     let before = open_files(bench, &daemon)?;
     for _ in 0..deaths.keeper {
         kill(bench, &disk, &kept, "the next keeper's worker")?;
-        wait_for_requests(bench, guest, BETWEEN)?;
+        wait_for_requests(bench, guest, deaths.between)?;
     }
     let after = open_files(bench, &daemon)?;
     if after > before {
@@ -116,18 +115,18 @@ fn of_each(bench: &mut Bench<'_>, deaths: &Deaths, image: &str) -> Result<()> {
         let old = bench.xenhost.sh(&disk.worker())?;
         let daemon = bench.daemon.context("a daemon")?.to_string();
         restart_daemon(bench, &daemon)?;
-        wait_for_requests(bench, guest, BETWEEN)?;
+        wait_for_requests(bench, guest, deaths.between)?;
         let now = bench.xenhost.sh(&disk.worker())?;
         expect_eq("the worker while the daemon died", &now, &old)?;
     }
     for _ in 0..deaths.alone {
-        without_a_daemon(bench, guest, &disk)?;
+        without_a_daemon(bench, guest, &disk, deaths.between)?;
     }
     for _ in 0..deaths.all {
         let old = bench.xenhost.sh(&disk.worker())?;
         restart_daemon(bench, &format!("$({PROCESSES})"))?;
         wait_for_next(bench, &disk, &old, "a worker after the death of all")?;
-        wait_for_requests(bench, guest, BETWEEN)?;
+        wait_for_requests(bench, guest, deaths.between)?;
     }
     upgrade(bench, &disk)?;
     stop_verifying(bench, guest, &under_way)?;
@@ -150,14 +149,19 @@ pub(super) fn kill_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
 }
 
 /// The successor serves the guest without a daemon, and the next daemon keeps it.
-fn without_a_daemon(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<()> {
+fn without_a_daemon(
+    bench: &mut Bench<'_>,
+    guest: &mut Guest,
+    disk: &Disk,
+    between: u32,
+) -> Result<()> {
     let daemon = bench.daemon.context("a daemon")?.to_string();
     kill_daemon(bench, &daemon)?;
     disk.kill_worker(bench.xenhost)?;
-    wait_for_requests(bench, guest, BETWEEN).context("without a daemon")?;
+    wait_for_requests(bench, guest, between).context("without a daemon")?;
     let alone = bench.xenhost.sh(&disk.worker())?;
     bench.start_daemon()?;
-    wait_for_requests(bench, guest, BETWEEN)?;
+    wait_for_requests(bench, guest, between)?;
     expect_eq("the worker when a daemon comes", &bench.xenhost.sh(&disk.worker())?, &alone)
 }
 
