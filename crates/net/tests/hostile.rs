@@ -118,6 +118,20 @@ fn t38_a_packet_without_an_end_stops_its_interface_and_no_other() {
 }
 
 #[test]
+fn t38_a_packet_without_an_end_that_a_predecessor_was_answering_stops_its_interface() {
+    let mut rig = three();
+    drop(rig.network.take());
+    let queue = rig.queue(0);
+    let gref = queue.tx_pages().gref(0);
+    queue.put(TxRequest { gref, offset: 0, flags: TX_MORE_DATA, id: 0, size: 600 });
+    queue.push().unwrap();
+    // One answer is announced, and none published.
+    queue.tx_ring().poke(60, &1_u32.to_le_bytes());
+    rig.start();
+    is_stopped_until_it_connects_again(&mut rig, "without its last slots");
+}
+
+#[test]
 fn t38_too_many_slots_or_extra_infos_stop_the_interface() {
     let mut rig = three();
     let queue = rig.queue(0);

@@ -260,6 +260,8 @@ impl Worker {
             }
         }
         self.vifs[at] = Some(vif);
+        // At once: before the next turn the port may belong to another interface.
+        self.stop_all();
         Ok(())
     }
 
