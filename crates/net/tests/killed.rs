@@ -120,8 +120,9 @@ fn answer_words(before: &Page, after: &Page) -> Vec<(usize, [u8; 4])> {
     words.into_iter().map(|at| (at, word(after, at))).collect()
 }
 
-/// A switch dies after each word that it writes to the rings of a sender and of a receiver. Both frontends, which break
-/// off at the first answer without a request, and at a grant in use, go on at its successor.
+/// The rings of a sender and of a receiver are left as by a switch that dies after each word that it writes to them, in
+/// the order of [`answer_words`]. Both frontends, which break off at the first answer without a request, and at a grant
+/// in use, go on at its successor.
 #[test]
 fn a_network_that_dies_at_any_word_of_its_answers_is_succeeded() {
     let frames = [frame(mac(1), mac(0), 1, 9000), frame(mac(1), mac(0), 2, 60)];

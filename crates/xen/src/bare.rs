@@ -68,16 +68,22 @@ impl Front {
     /// All bytes.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.pages * PAGE_SIZE];
-        self.memory.copy_out(self.memory.span(0, bytes.len()), &mut bytes);
+        self.read(0, &mut bytes);
         bytes
     }
 
+    pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
+        self.memory.copy_in(self.memory.span(at, bytes.len()), bytes);
+    }
+    pub(crate) fn read(&self, at: usize, bytes: &mut [u8]) {
+        self.memory.copy_out(self.memory.span(at, bytes.len()), bytes);
+    }
     pub(crate) fn set(&self, at: usize, value: u32) {
-        self.memory.copy_in(self.memory.span(at, 4), &value.to_le_bytes());
+        self.write(at, &value.to_le_bytes());
     }
     pub(crate) fn get(&self, at: usize) -> u32 {
         let mut b = [0; 4];
-        self.memory.copy_out(self.memory.span(at, 4), &mut b);
+        self.read(at, &mut b);
         u32::from_le_bytes(b)
     }
 }

@@ -15,17 +15,13 @@ impl Slots for Front {
     fn put_slot(&self, protocol: Protocol, index: u32, entries: u32, slot: &Slot) {
         let bytes = protocol.slot_bytes();
         let at = RING_HEADER_BYTES + (index & (entries - 1)) as usize * bytes;
-        for (i, word) in slot.0[..bytes].chunks_exact(4).enumerate() {
-            self.set(at + 4 * i, u32::from_le_bytes(word.try_into().unwrap()));
-        }
+        self.write(at, &slot.0[..bytes]);
     }
     fn slot(&self, protocol: Protocol, index: u32, entries: u32) -> Slot {
         let bytes = protocol.slot_bytes();
         let at = RING_HEADER_BYTES + (index & (entries - 1)) as usize * bytes;
         let mut slot = Slot::default();
-        for (i, word) in slot.0[..bytes].chunks_exact_mut(4).enumerate() {
-            word.copy_from_slice(&self.get(at + 4 * i).to_le_bytes());
-        }
+        self.read(at, &mut slot.0[..bytes]);
         slot
     }
 }
