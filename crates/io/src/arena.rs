@@ -144,11 +144,7 @@ impl Arena {
         check_bytes(bytes)?;
         let arena = Self::map_aligned(bytes.next_multiple_of(HUGE_PAGE_BYTES))?;
         for small in [0..large.start.min(arena.len), large.end.min(arena.len)..arena.len] {
-            let s = arena.span(small.start, small.len());
-            // SAFETY: advice on our own mapping that changes how it is backed, not what it holds. An error leaves it
-            // on larger pages, which work as well.
-            let _ =
-                unsafe { madvise(arena.ptr(s).as_ptr().cast(), s.len(), Advice::LinuxNoHugepage) };
+            arena.keep_small(arena.span(small.start, small.len()));
         }
         arena.keep_private(arena.span(0, arena.len));
         Ok(Arc::new(arena))
@@ -208,6 +204,17 @@ impl Arena {
             arena.kind = Kind::Transparent;
         }
         Ok(arena)
+    }
+
+    /// Pages of 4 KiB for the span, so that it becomes resident by itself and as far as it is used. Memory from the
+    /// reserve of huge pages stays as it is.
+    pub(crate) fn keep_small(&self, s: Span) {
+        if self.kind == Kind::Huge || s.is_empty() {
+            return;
+        }
+        // SAFETY: advice on our own mapping that changes how it is backed, not what it holds. An error leaves it on
+        // larger pages, which work as well.
+        let _ = unsafe { madvise(self.ptr(s).as_ptr().cast(), s.len(), Advice::LinuxNoHugepage) };
     }
 
     /// A child process gets no copy (a fork must not make the kernel copy pages that are pinned

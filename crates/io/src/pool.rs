@@ -70,8 +70,6 @@ pub struct Pool {
     slabs: u32,
     /// Behind the slabs, for each queue.
     scratch_bytes: usize,
-    /// All of that, as the arena rounds it up.
-    own_bytes: usize,
     /// Further slabs, behind it.
     grown: Option<Grown>,
     /// Queues that use buffers, or may.
@@ -128,6 +126,8 @@ impl Pool {
         let own_bytes = bytes.saturating_add(aside).next_multiple_of(HUGE_PAGE_BYTES);
         // An arena is below 4 GiB, so this is below 4096.
         let slabs = ((own_bytes - aside) / SLAB_BYTES) as u32;
+        // Otherwise a huge page that a queue's last buffers need would make other queues' scratch memory resident.
+        arena.keep_small(arena.span(slabs as usize * SLAB_BYTES, aside));
         let shared = SlabSet::new((arena.len() / SLAB_BYTES) as u32);
         for slab in queues as u32..slabs {
             shared.give(slab);
@@ -140,7 +140,6 @@ impl Pool {
             own: Mutex::new(vec![Some(PageMap::empty()); queues]),
             slabs,
             scratch_bytes,
-            own_bytes,
             grown: others.growth.map(|growth| Grown::new(growth.host, first, room)),
             warm: Mutex::new(0),
             lender: others.lender,
@@ -177,7 +176,6 @@ impl Pool {
             // An arena is below 4 GiB, so this is below 4096.
             slabs: slabs as u32,
             scratch_bytes,
-            own_bytes: bytes,
             grown: None,
             warm: Mutex::new(0),
             lender: None,
@@ -426,7 +424,9 @@ impl QueuePool {
         if self.pool.is_of_many {
             return self.pool.own_pages(self.own, 0, self.wanted);
         }
-        self.pool.arena.span(0, self.pool.own_bytes.min(MAX_PINNED_BYTES))
+        // No queue's scratch memory: pinning makes it resident, and of each queue that has no data it would stay so.
+        let slabs = self.pool.slabs as usize * SLAB_BYTES;
+        self.pool.arena.span(0, slabs.min(MAX_PINNED_BYTES))
     }
 
     /// Says that this queue uses neither buffers nor its scratch memory for now, and that no

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use ferrite_io::engine::Engine;
 use ferrite_io::pool::{Buf, PAGE_BYTES, Pool, QueuePool, SLAB_BYTES};
+use ferrite_io::uring::Uring;
 use proptest::prelude::*;
 
 /// One step of one queue.
@@ -248,6 +250,19 @@ fn resident(pool: &Pool) -> usize {
         }
     }
     kib << 10
+}
+
+#[test]
+fn a_queue_that_rests_leaves_no_memory_that_an_engine_made_resident() {
+    let pool = Pool::with_scratch(8 * SLAB_BYTES, 4, 256 << 10).unwrap();
+    // The others have no data, so they are never warm.
+    let mut queues: Vec<_> = (0..4).map(|i| pool.queue(i)).collect();
+    let mut engine = Uring::new(pool.arena().clone(), 16).unwrap();
+    engine.pin(queues[0].warm());
+    assert!(resident(&pool) >= 8 * SLAB_BYTES, "the engine pins nothing");
+    assert!(engine.unpin());
+    queues[0].cool();
+    assert_eq!(resident(&pool), 0);
 }
 
 #[test]
